@@ -45,8 +45,8 @@ test: $(DEV)  ## the fast tests (ARGS="tests/ops -k quantize")
 test-slow: $(DEV)  ## the slow tests
 	$(PYTEST) $(WORKERS) -m 'slow and not gpu' --timeout 1800 $(ARGS)
 
-test-nightly: $(DEV)  ## the long matrices of faults: each place where a rank may be killed
-	$(PYTEST) $(WORKERS) -m nightly --timeout 1800 $(ARGS)
+test-nightly: $(DEV)  ## the long matrices of faults, recorded in bench/records/nightly.json
+	$(PYTEST) $(WORKERS) -p tests.nightly -m nightly --timeout 1800 $(ARGS)
 
 test-gpu: $(DEV)  ## the tests that need a GPU; another machine's torch may warn, so warnings are no errors
 	$(PYTEST) -m gpu -W default $(ARGS)

@@ -107,6 +107,21 @@ def sections_of(path: str | Path) -> set[str]:
         return set()
 
 
+def refuse_empty(path: str | Path, overrides: Iterable[str], example: str) -> None:
+    """Before a run from a TOML file: one that sets no key was cut short or is another's; defaults are nobody's run.
+
+    Args:
+        overrides: as load_config takes them; one is enough.
+        example: of the configs, to start from.
+    Raises:
+        ConfigError: neither the file nor an override sets a key.
+    """
+    if not sections_of(path) and not any(overrides):
+        raise ConfigError(
+            f"{path} sets no key: every one would have its default; start from {example}, or set one with --set"
+        )
+
+
 def _of_today(path: Path) -> Path:
     """Where a file lies that a path finds; a missing recipes/NAME.toml is configs/NAME.toml for one release."""
     today = path.parent.with_name("configs") / path.name if path.parent.name == "recipes" else path

@@ -1,39 +1,57 @@
-"""Starts the ranks of a test: processes with torchrun's environment, whose results come back as JSON."""
+"""Starts the ranks of a test: processes with torchrun's environment, whose results come back."""
 
-import json
 import os
 import socket
-import sys
+import tempfile
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
 
 from tests.quiet import cores_alone
 
-Job = Callable[..., Any]  # (rank, *arguments) -> what JSON can hold
+Job = Callable[..., Any]  # (rank, *arguments) -> what pickle takes; a function of a module's top level
+_PRELOADED = ["octavo.train", "octavo.rl.loop", "torch.distributed.fsdp", "torch.distributed.checkpoint", "pytest"]
+_TIMEOUT = timedelta(seconds=60)
 
 
-def run_ranks(job: Job, world_size: int, folder: Path, *arguments: Any) -> list[Any]:
-    """What a job, a function of a module's top level, returns on each rank; it starts and ends its process group.
-
-    Args:
-        folder: for the results, of this call alone.
-    """
+def run_ranks(job: Job, world_size: int, *arguments: Any) -> list[Any]:
+    """What a job returns on each rank; it starts and ends its process group."""
+    # a server imports once and forks the ranks of all tests
+    torch.multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with cores_alone():
-        torch.multiprocessing.spawn(_run, args=(job, world_size, port, str(folder), *arguments), nprocs=world_size)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
+    place = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with cores_alone(), tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(
+            _run, args=(job, folder, os.environ | place, *arguments), nprocs=world_size, start_method="forkserver"
+        )
+        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world_size)]
 
 
-def _run(rank: int, job: Job, world_size: int, port: int, folder: str, *arguments: Any) -> None:
+def run_group(job: Job, world_size: int, backend: str = "gloo") -> list[Any]:
+    """What job(rank, world_size) returns on each rank, under a process group; with NCCL each rank has a GPU."""
+    return run_ranks(_in_group, world_size, job, world_size, backend)
+
+
+def _run(rank: int, job: Job, folder: str, environment: dict[str, str], *arguments: Any) -> None:
+    os.environ.clear()  # the server's, of when it began
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    os.fsync = os.fstat  # type: ignore[assignment]  # as in conftest
     torch.set_num_threads(1)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
-    Path(folder, f"{rank}.json").write_text(json.dumps(job(rank, *arguments)))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # torch's threads of gloo abort a process now and then whose interpreter ends under load
+    torch.save(job(rank, *arguments), Path(folder, f"{rank}.pt"))
+
+
+def _in_group(rank: int, job: Job, world_size: int, backend: str) -> Any:
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, timeout=_TIMEOUT)
+    result = job(rank, world_size)
+    dist.barrier()  # who leaves first would take the others' connections down
+    dist.destroy_process_group()
+    return result

@@ -104,6 +104,23 @@ def test_an_unknown_name_is_answered_with_the_nearest(arguments, hint, monkeypat
     assert hint in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(("command", "work"), [("train", "octavo.cli.train.train"), ("rl", "octavo.rl.loop.run")])
+def test_a_config_that_sets_no_key_is_refused(command, work, tmp_path, monkeypatch, run_octavo):
+    file = tmp_path / "empty.toml"
+    file.write_text("# nothing yet\n")
+    seeds = []
+
+    def refuse(config, **_):
+        seeds.append(config.run.seed)
+        raise ConfigError("started")
+
+    monkeypatch.setattr(work, refuse)
+    ended = run_octavo(command, file)
+    assert ended.code == 2 and not seeds
+    assert "empty.toml sets no key" in ended.err and f"start from configs/{command}_" in ended.err
+    assert "started" in run_octavo(command, file, "--set", "run.seed=3").err and seeds == [3]
+
+
 def test_the_former_folder_of_configs_is_one_line(monkeypatch, capfd):
     monkeypatch.chdir(Path(__file__).parents[1])
     monkeypatch.setattr(sys, "argv", ["octavo", "rl", "recipes/rl_arithmetic.toml", "--show-config"])

@@ -1,10 +1,12 @@
 """Collectives between ranks, FP8 beside bf16: `torchrun --nproc-per-node 2 -m bench.speed.comm --out bench/records`.
 
-NCCL on GPUs (set NCCL_NVLS_ENABLE=0 where multicast is to be off), gloo on a CPU. A size is that of the whole bf16
+NCCL on GPUs (set NCCL_NVLS_ENABLE=0 where multicast is to be off), gloo on a CPU; all_reduce_q goes through the ranks'
+memory where it serves. A size is that of the whole bf16
 tensor; "FP8 bytes" are as many bytes as it has elements, without quantization. First each FP8 collective is held to
 what it promises, on every rank; then all calls of a size are timed round-robin on each rank, and rank 0's are written.
 """
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +16,11 @@ import torch.distributed as dist
 
 from bench.program import Program, keeps
 from bench.record import Record, time_calls
+from octavo.distributed import symmetric
 from octavo.distributed.collectives import all_gather_into, reduce_scatter_into
 from octavo.distributed.packed import Packed, num_blocks
 from octavo.distributed.transport import all_gather_q, reduce_scatter_q
-from octavo.distributed.two_shot import all_reduce_q
+from octavo.distributed.two_shot import all_reduce_q, all_reduce_q_
 from octavo.numerics import Scaling
 from octavo.ops.packed import decode_pieces_, quantize_pieces_, requantize_pieces_
 from octavo.ops.quantize import quantize
@@ -35,7 +38,10 @@ PEERS = {
     "reduce_scatter_q": "reduce_scatter bf16",
     "all_reduce_q": BASE,
     "all_reduce_q, error feedback": BASE,
+    "all_reduce_q by collectives": BASE,
+    "all_reduce_q by collectives, error feedback": BASE,
 }
+WAYS: tuple[symmetric.Way, ...] = ("push", "pull", "copy")
 CHECKED_NUMEL = 1 << 20
 
 
@@ -62,12 +68,33 @@ def make_calls(numel: int, device: str) -> dict[str, Callable[[], object]]:
         "reduce_scatter_q": lambda: reduce_scatter_q(many),
         "all_reduce_q": lambda: all_reduce_q(x),
         "all_reduce_q, error feedback": lambda: all_reduce_q(x, residual=residual),
+        "all_reduce_q by collectives": lambda: all_reduce_q(x, transport="nccl"),
+        "all_reduce_q by collectives, error feedback": lambda: all_reduce_q(x, residual=residual, transport="nccl"),
         # what all_reduce_q does on this rank alone
         "quantize": lambda: quantize_pieces_(many, *sums),
         "quantize, error feedback": lambda: quantize_pieces_(many, *sums, residual.view(world, -1)),
         "sum and quantize": lambda: requantize_pieces_(*sums, *own),
         "decode": lambda: decode_pieces_(*sums, received.view(world, -1)),
     }
+
+
+def make_plans(numel: int, device: str) -> dict[str, Callable[[], None]]:
+    """all_reduce_q_ with every plan of an exchange in memory."""
+    x = torch.randn(numel, device=device).bfloat16()
+    residuals = {"": None, ", error feedback": [torch.zeros_like(x)]}
+
+    def reduce(plan: symmetric.ExchangePlan, kept: Any) -> None:
+        symmetric.ALONE, former = plan, symmetric.ALONE
+        all_reduce_q_([x], average=True, residuals=kept, transport="symmetric")
+        symmetric.ALONE = former
+
+    plans = [symmetric.ExchangePlan((first, second), num) for first in WAYS for second in WAYS for num in (0, 16, 32)]
+    calls: dict[str, Callable[[], None]] = {}
+    for plan in plans:
+        for fed, kept in residuals.items():
+            name = f"all_reduce_q_ {'-'.join(plan.ways)}, {plan.max_programs or 'all'} programs{fed}"
+            calls[name] = functools.partial(reduce, plan, kept)
+    return calls
 
 
 def check(device: str) -> None:
@@ -86,6 +113,7 @@ def check(device: str) -> None:
     first = reduced.clone()
     dist.broadcast(first, 0)
     assert_bitwise(reduced, first, f"all_reduce_q of ranks 0 and {rank}")
+    assert_bitwise(reduced, all_reduce_q(x.float(), transport="nccl"), "all_reduce_q by collectives")
     with torch.no_grad():
         mine = x[:CHECKED_NUMEL].view(-1, 128)
         wanted = quantize(mine, Scaling.block_1x128()).dequantize(torch.bfloat16)
@@ -103,13 +131,14 @@ def measure(record: Record, size: float, options: Any) -> None:
     """Time the calls of a size and add their rows."""
     per_block = 128 * dist.get_world_size()
     numel = int(size * 2**19) // per_block * per_block
-    made = make_calls(numel, options.device)
-    wanted = {name for kept in made if keeps(options, kept) for name in (kept, PEERS.get(kept, kept))}
+    made = make_calls(numel, options.device) | (make_plans(numel, options.device) if options.plans else {})
+    peers = PEERS | {name: BASE for name in made if name.startswith("all_reduce_q_ ")}
+    wanted = {name for kept in made if keeps(options, kept) for name in (kept, peers.get(kept, kept))}
     calls = {name: call for name, call in made.items() if name in wanted}
     dist.barrier()
     timings = time_calls(calls, repeats=options.repeats, warmup=WARMUP, device=options.device)
     for name, timing in timings.items():
-        peer = PEERS.get(name)
+        peer = peers.get(name)
         case, base = f"{name}, {size:g} MiB", None if peer is None else timings[peer].median_us
         record.add_times(case, "time", "us", timing, peer=peer, peer_value=base)
         if base is not None:
@@ -134,6 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_filter("calls")
     parser.add_argument("--sizes", type=float, nargs="+", default=SIZES, help="MiB of the bf16 tensor")
     parser.add_argument("--repeats", type=int, default=REPEATS, help="timed calls of each")
+    parser.add_argument("--plans", action="store_true", help="try every plan of an exchange in memory")
     options = parser.parse(arguments)
     is_ours = not dist.is_initialized()
     if is_ours:

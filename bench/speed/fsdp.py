@@ -36,23 +36,27 @@ from bench.speed.stack import PlainLayer, StackShape, draw_input, torch_gated_un
 from bench.speed.step import LLAMA_3_8B, TOY
 from bench.speed.variants import StackVariant, attention_backend, build_optimizer
 from bench.timing import synchronize
+from octavo.errors import BackendError
+from octavo.parallel.copy_engine_gather import buffer_bytes, gather_by_copy_engines
 from octavo.parallel.fp8_all_gather import gather_codes
 
 RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise")
 BASE = "bf16, compiled"
 FP8_ADAMW = "octavo.convert delayed, FP8 all-gather, FP8 AdamW"
+ENGINES = ", copy engines"  # of the GPUs gather the layers, in place of NCCL's kernels
 NUM_TRACES = 3
 Convert = Callable[[nn.Module], object]
 
 
 class Variant(NamedTuple):
     """What is done to a layer, to the model after each step, whether FSDP2 gathers the codes of octavo's, and whether
-    the optimizer is octavo's AdamW with FP8 moments in place of torch's fused one."""
+    the optimizer is octavo's AdamW with FP8 moments in place of torch's fused one; copy engines gather, or NCCL."""
 
     convert: Convert
     after: Convert
     gathers_codes: bool = False
     fp8_optimizer: bool = False
+    copy_engines: bool = False
 
 
 class Measured(NamedTuple):
@@ -83,6 +87,9 @@ def _torchao_scales(model: nn.Module) -> None:
 def make_variants(device: str) -> dict[str, Variant]:
     """Variants by name."""
     variants = {BASE: Variant(_nothing, _nothing)}
+    has_engines = device == "cuda" and dist.get_backend() == "nccl"
+    if has_engines:
+        variants[f"bf16{ENGINES}"] = Variant(_nothing, _nothing, copy_engines=True)
     if peers.TORCHAO in peers.peer_versions(device):
         variants["torchao tensorwise, FP8 all-gather"] = Variant(_torchao_gather, _torchao_scales)
         variants["torchao rowwise"] = Variant(lambda layer: peers.convert_torchao(layer, "rowwise"), _nothing)
@@ -92,9 +99,12 @@ def make_variants(device: str) -> dict[str, Variant]:
         convert = functools.partial(octavo.convert, recipe=octavo.get_recipe(recipe, **fields))
         variants[f"octavo.convert {recipe}"] = Variant(convert, _nothing)
         if recipe != "rowwise":  # whose codes would have to be gathered for both directions
-            variants[f"octavo.convert {recipe}, FP8 all-gather"] = Variant(convert, _nothing, True)
+            name = f"octavo.convert {recipe}, FP8 all-gather"
+            variants[name] = Variant(convert, _nothing, True)
+            if has_engines:
+                variants[name + ENGINES] = Variant(convert, _nothing, True, copy_engines=True)
         if recipe == "delayed":
-            variants[FP8_ADAMW] = Variant(convert, _nothing, True, True)
+            variants[FP8_ADAMW] = Variant(convert, _nothing, True, True, has_engines)
     return variants
 
 
@@ -118,6 +128,8 @@ def measure(variant: Variant, shape: StackShape, device: str) -> Measured:
     fully_shard(model)
     if variant.gathers_codes:
         gather_codes(model, [*layers, model], None)
+    if variant.copy_engines and (obstacle := gather_by_copy_engines(layers)):
+        raise BackendError(f"no copy engines: {obstacle}")
     as_in_stack = StackVariant("", "plain", fp8_optimizer=variant.fp8_optimizer)
     optimizer = build_optimizer(as_in_stack, list(model.parameters()), device)
     x, times = draw_input(shape, device), []
@@ -142,6 +154,7 @@ def measure(variant: Variant, shape: StackShape, device: str) -> Measured:
         times.append((time.perf_counter() - began) * 1e3)
     held = sum(m.source.held_bytes() for m in model.modules() if isinstance(m, octavo.nn.Linear))
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+    peak += buffer_bytes(layers) / 2**30
     return Measured(summarize(times[WARMUP_STEPS:]), peak, held, float(loss), step)
 
 

@@ -25,6 +25,7 @@ from octavo.nn import Linear, mark_weights_updated
 from octavo.numerics import Numerics, Scaling, get_recipe
 from octavo.ops.gemm.scaled_mm import scaled_mm
 from octavo.ops.quantize import quantize, quantize_both
+from octavo.ops.quantize.many import MatrixBatch
 from octavo.run.optimizer import MasterAdamW
 from octavo.run.sections import OptimizerSection
 from octavo.train.data import make_batch
@@ -76,11 +77,14 @@ def make_calls(device: str) -> dict[str, Callable[[], object]]:
     weight = torch.randn(FEATURES, FEATURES, device=device).bfloat16()
     group, square = Scaling.block_1x128(), Scaling.block_128x128()
     a, b = quantize(x, group), quantize(weight, square)
+    batch = MatrixBatch([torch.zeros_like(weight) for _ in range(7)], square)
     calls: dict[str, Callable[[], object]] = {
         "torch.empty": lambda: torch.empty(TOKENS, FEATURES, dtype=torch.bfloat16, device=device),
         "torch.mm": lambda: torch.mm(x, weight),
         "quantize, 1x128": lambda: quantize(x, group),
         "quantize, 1x128 both ways": lambda: quantize_both(x, group, column_scaling=group),
+        "quantize, 7 weights one by one": lambda: [quantize(matrix, square) for matrix in batch.matrices],
+        "quantize, 7 weights in one launch": batch.quantize,
         "scaled_mm, blocks": lambda: scaled_mm(a, b),
     }
     plain = nn.Linear(FEATURES, FEATURES, bias=False, device=device, dtype=torch.bfloat16)

@@ -17,8 +17,10 @@ from octavo.ops.activation import activation, activation_backward, activation_ba
 from octavo.ops.norm import NormKind, norm_backward, norm_forward
 from octavo.ops.norm.norm_quantize import norm_quantize
 from octavo.ops.quantize import quantize, quantize_both, quantize_columns
+from octavo.ops.quantize.many import MatrixBatch
 
 EPS = 1e-5
+NUM_MATRICES = 7
 KINDS: tuple[NormKind, ...] = ("rms_norm", "layer_norm")
 T = TypeVar("T")
 STORED = Scaling.block_1x128()  # how fused modules keep the inputs of norms and activations
@@ -103,6 +105,9 @@ def _quantizers() -> Iterator[QuantCase]:
     for target in (*ONE_WAY, *BOTH_WAYS, QuantTarget("128x128 both ways", _SQUARE, _SQUARE)):
         num_bytes = 2 * target.reads + target.code_bytes
         yield QuantCase(f"quantize, {target.name}", num_bytes, _bind(_quantize, target), _bind(_reference, target))
+    for target in (ONE_WAY[1], ONE_WAY[4]):
+        build, parts = _bind(_quantize_many, target), _bind(_many_reference, target)
+        yield QuantCase(f"quantize {NUM_MATRICES} matrices, {target.name}", 3, build, parts)
     for scaling, reads in ((_BLOCK, 1), (_SQUARE, 1), (_ROW, 2)):
         target = QuantTarget(f"{scaling.kind} columns", scaling, None)
         parts = _bind(_columns_reference, target)
@@ -174,6 +179,32 @@ def _quantize(inputs: Inputs, target: QuantTarget) -> Call:
 
 def _quantize_columns(inputs: Inputs, target: QuantTarget) -> Call:
     return lambda: [quantize_columns(inputs[0], target.rows)]
+
+
+def _quantize_many(inputs: Inputs, target: QuantTarget) -> Call:
+    """As an FSDP unit's weights are: here as many pieces of x as there are weights in a layer."""
+    batch = MatrixBatch(inputs[0].chunk(NUM_MATRICES), target.rows)
+    known = target.known(inputs[0].device)
+    if known:
+        scales = known["quant_scale"].expand(len(batch.matrices)).contiguous()
+        given: tuple[Any, ...] = scales, [torch.zeros_like(known["amax_out"]) for _ in batch.matrices]
+    else:
+        given = ()
+
+    def call() -> Results:
+        made = zip(batch.matrices, *batch.quantize(*given), strict=True)
+        return [
+            QuantizedTensor(
+                codes.view(target.rows.dtype).view(x.shape), scale.view(target.rows.scale_shape(*x.shape)), target.rows
+            )
+            for x, codes, scale in made
+        ]
+
+    return call
+
+
+def _many_reference(inputs: Inputs, target: QuantTarget) -> Results:
+    return [made for x in inputs[0].chunk(NUM_MATRICES) for made in _reference((x,), target)]
 
 
 def _columns_reference(inputs: Inputs, target: QuantTarget) -> Results:

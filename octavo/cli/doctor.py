@@ -30,7 +30,9 @@ def command(
     ] = None,
     recipe: Annotated[str | None, typer.Option(help=f"FP8 recipe to compare: {', '.join(RECIPE_NAMES[1:])}.")] = None,
     text: Annotated[str | None, typer.Option(help="What a checkpoint's model reads; else random tokens.")] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="How many tokens, at most.")] = DEFAULT_TOKENS,
+    tokens: Annotated[
+        int | None, typer.Option(min=2, help=f"How many tokens, at most; {DEFAULT_TOKENS}.", show_default=False)
+    ] = None,
     threshold: Annotated[
         float | None,
         typer.Option(help="SQNR in dB below which a tensor has departed; 20 (an error of 10 %), or 12 under nvfp4."),
@@ -49,7 +51,7 @@ def command(
     The table names the first layer and operand whose FP8 error passes the threshold. Exits with 1 where a
     check failed or a layer departs, and with 2 where this machine lacks the recipe that was asked for.
     """
-    is_bare = (model, recipe, text, threshold, overrides or None) == (None,) * 5
+    is_bare = (model, recipe, text, tokens, threshold, overrides or None) == (None,) * 6
     if ranks and not is_bare:
         raise ConfigError("--ranks checks the ranks alone and takes no model or option of one; leave them out")
     if ranks:
@@ -58,7 +60,7 @@ def command(
     where = find_device(device)
     if model is None and not is_bare:
         raise ConfigError(
-            "--recipe, --text, --threshold and --set go with a MODEL: a checkpoint, a TOML file or a recipe"
+            "--recipe, --text, --tokens, --threshold and --set go with a MODEL: a checkpoint, a TOML file or a recipe"
         )
     for name in {recipe, model} & set(RECIPE_NAMES) if model else ():
         require_here(str(name), where)
@@ -69,7 +71,7 @@ def command(
             where,
             recipe=recipe,
             text=text,
-            num_tokens=tokens,
+            num_tokens=tokens or DEFAULT_TOKENS,
             overrides=tuple(overrides or ()),
         )
         for note in found.notes:

@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from octavo.config import refuse_empty
 from octavo.env import torchrun_place
 from octavo.integrations.config import resolve_config, to_toml
 from octavo.integrations.config.command_line import ConfigFormat
@@ -68,6 +69,8 @@ def command(
     if report:
         typer.echo(f"report: {write_report(config.run.dir)}")
         return
+    if config_format == "octavo" and file is not None:
+        refuse_empty(file, [*(keys or ()), *(overrides or ())], "configs/rl_arithmetic.toml")
     try:
         result = run(config, progress=not quiet, resume=resume)
     except FinishedRunError as finished:

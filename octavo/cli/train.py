@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from octavo.config import load_config, sections_of
+from octavo.config import load_config, refuse_empty, sections_of
 from octavo.distributed.mesh import end_job
 from octavo.env import torchrun_place
 from octavo.errors import ConfigError
@@ -59,6 +59,7 @@ def command(
         config, notes = apply_flags(config, given)
         if is_first:
             Console(stderr=True).print("Megatron's flags: " + ", ".join(notes), highlight=False, soft_wrap=True)
+    refuse_empty(file, [*chosen, *given], "configs/train_tiny.toml")
     if plan or observe:
         from octavo.train.memory_report import print_plan
 

@@ -56,21 +56,12 @@ def reduce_staged(
     if state.is_reduced:
         return
     members = _members(state, group) if peers is None else peers()
-    reduce_rows([member.history[0] for member in members], group)
+    rows = [member.history[0] for member in members]
+    flat = torch.cat(rows)
+    reduce_largest(flat, group)
+    torch._foreach_copy_(rows, list(flat.split([len(row) for row in rows])))
     for member in members:
         member.is_reduced = True
-
-
-def reduce_rows(rows: Sequence[torch.Tensor], group: Any = None) -> None:
-    """Make each row the largest of all ranks, in place, in one collective.
-
-    Args:
-        rows: [n] fp32 of one device, without NaN, of which gloo and NCCL make different things.
-        group: a process group; None for all ranks.
-    """
-    flat = torch.cat(list(rows))
-    dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
-    torch._foreach_copy_(list(rows), list(flat.split([len(row) for row in rows])))
 
 
 def check_alike(names: Sequence[str], device: torch.device, group: Any, agreed: set[tuple[Any, bytes]]) -> None:

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from octavo.distributed.collectives import all_gather_into
 from octavo.distributed.reduced_in_fp8 import reduced_in_fp8
 from octavo.distributed.transport import DTYPES, check_group
-from octavo.distributed.two_shot import all_reduce_q_
+from octavo.distributed.two_shot import Transport, all_reduce_q_
 from octavo.errors import CheckpointError, ConfigError, DtypeError
 
 # Two shots on the wire against NCCL's bf16 all-reduce, two H200s over NVLink: 1.14 times its time at 8 MiB, 0.70 at 64.
@@ -38,6 +38,7 @@ class FP8HookState:
         ignore: modules or parameters to keep in fp32, as in reduced_in_fp8.
         min_bytes: a bucket with less of such gradients is averaged in fp32.
         error_feedback: add to each step's gradient what rounding took from the last one's.
+        transport: as in two_shot.all_reduce_q.
     Raises:
         ConfigError: a name in `ignore` that means nothing, or no parameter that could travel in FP8.
         DtypeError: a trainable parameter that is neither fp32 nor bf16.
@@ -51,6 +52,7 @@ class FP8HookState:
         ignore: Iterable[str] = (),
         min_bytes: int = MIN_BYTES,
         error_feedback: bool = True,
+        transport: Transport = None,
     ) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             process_group, model = process_group or model.process_group, model.module
@@ -61,6 +63,7 @@ class FP8HookState:
             if parameter.requires_grad and parameter.dtype not in DTYPES:
                 raise DtypeError(f"gradients must be float32 or bfloat16, and {name} is {parameter.dtype}; cast it")
         self.process_group, self.min_bytes, self.error_feedback = process_group, min_bytes, error_feedback
+        self.transport: Transport = transport
         self._residuals: dict[str, torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
 
@@ -161,7 +164,8 @@ def _average(state: FP8HookState, bucket: Any) -> None:
     if not named:
         return
     residuals = state.residuals(named) if state.error_feedback else None
-    all_reduce_q_(list(named.values()), group, average=True, residuals=residuals)
+    options: dict[str, Any] = {"transport": state.transport, "in_background": True}
+    all_reduce_q_(list(named.values()), group, average=True, residuals=residuals, **options)
 
 
 def _average_in_fp32(gradients: list[torch.Tensor], group: Any) -> None:

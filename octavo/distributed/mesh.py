@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from octavo.config import Config
 from octavo.distributed.collectives import all_gather_into
+from octavo.distributed.torch_private import default_store, set_timeout
 from octavo.distributed.watchdog import Watchdog
 from octavo.env import TorchrunPlace, torchrun_place
 from octavo.errors import BackendError, ConfigError
@@ -46,7 +47,7 @@ class ParallelSection(Config):
         reduction: how gradients of the ranks are added: "sum", by the backend; "ordered", in the order of the global
             micro-batch, which gives the bits of one process with as many micro-batches.
         all_gather_dtype: "fp8" lets FSDP2 gather the codes of FP8 linears, half the bytes, with the same bits; what
-            cannot be gathered so is gathered as with "bf16", and the run says why. `octavo train` alone.
+            cannot be gathered so is gathered as with "bf16", and the run says why.
         timeout_s: seconds that a rank waits in a collective for the others, then the job ends. For the first rank's
             tokens, and for disks, they wait at least 30 minutes.
     """
@@ -142,14 +143,14 @@ class Mesh:
         if not dist.is_initialized():
             _start(place, own, timeout)
         if not _watchdogs:
-            store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            store = default_store()
             store.set_timeout(datetime.timedelta(seconds=30))
             _watchdogs.append(Watchdog(store, place.rank, place.world_size, parallel.timeout_s / 2))
         mesh = cls.of_process_group(replicas, shards, own)
         # torch gives new groups a default of its own; the hosts also wait for text to be tokenized, and for disks
         of_hosts = max(timeout, _HOST_TIMEOUT)
         for group, limit in ((mesh.host_group, of_hosts), *((mesh.group(name), timeout) for name in DIMENSIONS)):  # type: ignore[arg-type]
-            dist.distributed_c10d._set_pg_timeout(limit, group)
+            set_timeout(limit, group)
         return dataclasses.replace(mesh, watchdog=_watchdogs[0])
 
     @classmethod
@@ -214,6 +215,14 @@ class Mesh:
         found = values.new_empty(self.world_size * len(values))
         all_gather_into(found, values.contiguous())
         return found.view(self.world_size, -1).t().reshape(-1)
+
+    def gather_vectors(self, own: torch.Tensor, lens: Sequence[int]) -> list[torch.Tensor]:
+        """A vector [lens[rank]] of each rank, by rank, where this rank's is; all must ask with the same lens."""
+        if self.device_mesh is None:
+            return [own]
+        found = own.new_empty(self.world_size, max(lens))
+        all_gather_into(found.view(-1), torch.nn.functional.pad(own, (0, max(lens) - len(own))))
+        return [row[:num] for row, num in zip(found, lens, strict=True)]
 
     def gather_objects(self, value: T) -> list[T]:
         """A small picklable value of each rank, by rank; all must ask."""

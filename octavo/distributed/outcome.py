@@ -56,6 +56,13 @@ def together(group: Any, work: Callable[[], Value]) -> list[Value]:
     return [value for value, _ in parts]
 
 
+def all_do(group: Any, work: Callable[[], Value]) -> Value:
+    """As together, of work that every rank does for itself: this rank's value, which no other gets."""
+    found: list[Value] = []
+    together(group, lambda: found.append(work()))
+    return found[0]
+
+
 def _error_of(rank: int, kind: str, number: int | None, text: str) -> Exception:
     """The error of a rank, as every rank raises it."""
     found = getattr(errors, kind, None)

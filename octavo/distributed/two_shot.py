@@ -1,24 +1,28 @@
 """All-reduce in FP8, in two shots: quantize, all-to-all, sum in fp32, quantize, all-gather.
 
-What is long is cut: while one part travels, the next one is quantized. No cut changes a bit.
+GPUs of one host write and read each other's memory (symmetric.py); elsewhere the process group's collectives carry the
+codes. What is long is cut. Neither changes a bit.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
+from octavo.distributed import symmetric
 from octavo.distributed.collectives import all_gather_into
 from octavo.distributed.packed import Packed, num_blocks
 from octavo.distributed.transport import check_dtype, check_group, start_exchange
-from octavo.errors import ShapeError
-from octavo.ops.packed import BLOCK, decode_pieces_, quantize_pieces_, requantize_pieces_
+from octavo.errors import BackendError, ShapeError
+from octavo.ops.packed import BLOCK, decode_pieces_, kernels, quantize_pieces_, requantize_pieces_
 
-MESSAGE_NUMEL = 128 << 20  # elements that travel together at most; on two GPUs fewer are slower
+MESSAGE_NUMEL = 128 << 20  # elements that a collective carries at most; on two GPUs fewer are slower
+
+Transport = Literal["nccl", "symmetric"] | None
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """Views of what is reduced, each [ranks, n]: rank i owns row i."""
 
     values: torch.Tensor
@@ -27,30 +31,41 @@ class _Part(NamedTuple):
 
 
 def all_reduce_q(
-    x: torch.Tensor, group: Any = None, *, average: bool = False, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    group: Any = None,
+    *,
+    average: bool = False,
+    residual: torch.Tensor | None = None,
+    transport: Transport = None,
 ) -> torch.Tensor:
     """The sum or the mean over the ranks, quantized 1x128 by each rank, and again by who owns the sum.
 
     With a residual (error feedback) what this rank's first quantization loses is kept and added to its next x; so is
     what the second one loses, by the rank that owns the piece. A block that is NaN on this rank keeps none.
 
+    GPUs of one host, up to 8, that reach each other's memory exchange codes there: a buffer of each group takes 2.06
+    bytes an element of the longest x, 33 MiB at least and 528 at most. All ranks agree on it in the first call of a
+    group, and when it grows. A rank that waits there for another longer than the group's timeout ends with a CUDA
+    error at its next synchronization.
+
     Args:
         x: any shape, fp32 or bf16, the same shape on all ranks.
         group: a process group; None for all ranks.
         average: divide the sum by the number of ranks, before it is quantized.
         residual: x's shape, fp32 or bf16, zeros at first; changed in place.
+        transport: "nccl", the process group's collectives; "symmetric", memory; None for memory where it serves.
     Returns:
         x's shape and dtype; the same bits on every rank. A block of 128 in which any rank holds NaN or an infinity,
         or whose sum is too large for fp32, is NaN.
     Raises:
         ShapeError: the residual has another shape.
         DtypeError: x is neither fp32 nor bf16.
-        BackendError: there is no process group.
+        BackendError: there is no process group, or no symmetric memory where it is asked for.
         ConfigError: this rank is not in the group.
-    Exactness: bitwise on CPU and GPU. On normal data 28 dB and more against the fp32 sum.
+    Exactness: bitwise on CPU and GPU, whatever the transport. On normal data 28 dB and more against the fp32 sum.
     """
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _all_reduce([x], [result], group, average, None if residual is None else [residual])
+    _all_reduce([x], [result], group, average, None if residual is None else [residual], transport)
     return result
 
 
@@ -60,6 +75,8 @@ def all_reduce_q_(
     *,
     average: bool = False,
     residuals: Sequence[torch.Tensor] | None = None,
+    transport: Transport = None,
+    in_background: bool = False,
 ) -> None:
     """all_reduce_q of each tensor, in place and in few messages; each has the bits that it would have alone.
 
@@ -68,9 +85,11 @@ def all_reduce_q_(
         group: as in all_reduce_q.
         average: as in all_reduce_q.
         residuals: one for each tensor.
+        transport: as in all_reduce_q.
+        in_background: through memory, take longer and leave more of the GPU to what runs beside.
     Errors and exactness as all_reduce_q.
     """
-    _all_reduce(tensors, tensors, group, average, residuals)
+    _all_reduce(tensors, tensors, group, average, residuals, transport, in_background)
 
 
 @torch.no_grad()
@@ -80,6 +99,8 @@ def _all_reduce(
     group: Any,
     average: bool,
     residuals: Sequence[torch.Tensor] | None,
+    transport: Transport,
+    in_background: bool = False,
 ) -> None:
     world, rank = check_group(group)
     parts = []
@@ -89,15 +110,59 @@ def _all_reduce(
         if residual is not None and residual.shape != x.shape:
             raise ShapeError(f"the residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
         kept = None if residual is None else _by_owner(residual, world)
-        parts.append(_Part(_by_owner(x, world), _by_owner(results[index], world), kept))
-    _reduce_parts(parts, group, average, world, rank)
+        parts.append(Part(_by_owner(x, world), _by_owner(results[index], world), kept))
+    workspace = _workspace(parts, group, transport)
+    if workspace is None:
+        _reduce_by_collectives(parts, group, average, world, rank)
+    else:
+        with workspace.in_order():
+            plan = symmetric.BACKGROUND if in_background else symmetric.ALONE
+            for _ in steps_in_memory(parts, workspace, average, plan):
+                workspace.barrier()
     for index, part in enumerate(parts):
         _put_back(part.result, results[index])
         if residuals is not None and part.residual is not None:
             _put_back(part.residual, residuals[index])
 
 
-def _reduce_parts(parts: list[_Part], group: Any, average: bool, world: int, rank: int) -> None:
+def _workspace(parts: list[Part], group: Any, transport: Transport) -> symmetric.Workspace | None:
+    """Memory to exchange codes in; None for collectives."""
+    found: symmetric.Workspace | str = "the tensors are not on GPUs"
+    if transport != "nccl" and parts and parts[0].values.is_cuda:
+        numel = sum(part.values.numel() for part in parts)
+        found = symmetric.workspace_of(group, parts[0].values.device, numel)
+    if not isinstance(found, str):
+        return found
+    if transport == "symmetric":
+        raise BackendError(f"there is no symmetric memory: {found}; leave transport at None")
+    return None
+
+
+def steps_in_memory(
+    parts: list[Part], workspace: symmetric.Workspace, average: bool, plan: symmetric.ExchangePlan
+) -> Iterator[None]:
+    """Reduce parts; at each yield the ranks wait for each other."""
+    run, rank = kernels(), workspace.rank
+    (first, second), max_programs = workspace.shots(plan.ways), plan.max_programs
+    for message in _messages(parts, workspace.num_blocks * BLOCK):
+        widths = [part.values.shape[1] for part in message]
+        slot = workspace.first_slot(sum(map(num_blocks, widths)))
+        pieces = list(zip(message, slot.split(widths), strict=True))
+        for part, (codes, scales) in pieces:
+            run.quantize_pieces(part.values, codes, scales, part.residual, first.write, rank + 1, max_programs)
+        first.copy(slot.buffer.numel())
+        yield
+        for part, (codes, scales) in pieces:
+            residual = None if part.residual is None else part.residual[rank : rank + 1]
+            options = average, residual, first.read, second.write, max_programs
+            run.requantize_pieces(codes, scales, codes, scales, *options)
+        second.copy(slot.buffer.numel())
+        yield
+        for part, (codes, scales) in pieces:
+            run.decode_pieces(codes, scales, part.result, second.read, rank + 1, max_programs)
+
+
+def _reduce_by_collectives(parts: list[Part], group: Any, average: bool, world: int, rank: int) -> None:
     first, second = [], []
     for message in _messages(parts, MESSAGE_NUMEL // (BLOCK * world) * BLOCK):
         widths = [part.values.shape[1] for part in message]
@@ -119,14 +184,14 @@ def _reduce_parts(parts: list[_Part], group: Any, average: bool, world: int, ran
             decode_pieces_(*came, part.result)
 
 
-def _messages(parts: list[_Part], width: int) -> Iterator[list[_Part]]:
+def _messages(parts: list[Part], width: int) -> Iterator[list[Part]]:
     """Parts, cut at multiples of a block, that travel together: up to `width` columns, one block at least."""
     width, message, left = max(width, BLOCK), [], max(width, BLOCK)
     for part in parts:
         begin, end = 0, part.values.shape[1]
         while begin < end:
             at = slice(begin, min(begin + left, end))
-            message.append(_Part(*(None if view is None else view[:, at] for view in part)))  # type: ignore[arg-type]
+            message.append(Part(*(None if view is None else view[:, at] for view in part)))  # type: ignore[arg-type]
             left -= at.stop - begin
             begin = at.stop
             if left == 0:

@@ -5,6 +5,7 @@ import torch
 from octavo.distributed.agreement import check_agreement, describe_process
 from octavo.distributed.links import describe_places, measure_links
 from octavo.distributed.mesh import Mesh
+from octavo.distributed.symmetric import workspace_of
 from octavo.doctor.machine import Check
 from octavo.errors import ConfigError
 
@@ -23,7 +24,7 @@ def check_ranks(mesh: Mesh) -> list[Check]:
     except ConfigError as error:
         checks.append(Check("versions", "fail", str(error)))
     if mesh.device.type == "cuda":
-        checks.append(_check_peers(mesh))
+        checks += [_check_peers(mesh), _check_symmetric_memory(mesh)]
     for speed in measure_links(mesh, _BYTES[mesh.device.type]):
         text = f"{speed.num_bytes / 2**20:.0f} MiB in {speed.seconds * 1e3:.2f} ms, {speed.gib_per_s:.1f} GiB/s"
         wrong = "; wrong values arrived: look at the driver, the links and NCCL_* variables"
@@ -39,3 +40,11 @@ def _check_peers(mesh: Mesh) -> Check:
     if everywhere:
         return Check("peer access", "note", f"GPUs {everywhere[0]} reach each other through host memory only: slow")
     return Check("peer access", "ok", "GPUs of a host reach each other's memory")
+
+
+def _check_symmetric_memory(mesh: Mesh) -> Check:
+    """Whether FP8 all-reduces go through the ranks' memory."""
+    found = workspace_of(None, mesh.device, 1)
+    if isinstance(found, str):
+        return Check("symmetric memory", "note", f"FP8 all-reduces use NCCL: {found}")
+    return Check("symmetric memory", "ok", "FP8 all-reduces write into each other's memory")

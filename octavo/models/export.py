@@ -133,7 +133,7 @@ class ModelExport:
                 yield name, first_row, held[rows]
 
 
-def reshard(model: Decoder) -> None:
+def reshard(model: torch.nn.Module) -> None:
     """Free what FSDP2 has gathered and keeps, as of its root after a forward without a backward: rounded copies."""
     for module in model.modules():
         if hasattr(module, "reshard"):

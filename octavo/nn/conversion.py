@@ -151,7 +151,7 @@ def convert(
         RecipeError: for an unknown recipe, a name in ignore or overrides that no linear has, an override of ignored
             linears alone, exact under a recipe that has none (octavo.Numerics), or exact for a model with torch's own
             linears.
-        ConfigError: for what is no module.
+        ConfigError: for what is no module, and for torch's linears whose weights are sharded already.
         BackendError: for a recipe that the model's GPU lacks; it says which ones that has. Nothing was changed then.
     """
     require_module(model, "convert")
@@ -166,7 +166,9 @@ def convert(
     others = find_products(model)
     _check_ignored(ignore, [*names, *routers, *(name for product in others for name in (product.name, product.owner))])
     chosen = _choose(named, names, ignore)
-    _check_shared(model, names, {name: _chosen_recipe(name, chosen, recipe, ignore) for name in names})
+    recipes = {name: _chosen_recipe(name, chosen, recipe, ignore) for name in names}
+    _check_shared(model, names, recipes)
+    _check_whole(model, recipes)
     for used in (recipe, *named.values()):
         require_recipe(used, _device_of(model))
     foreign = [name for name in names if not isinstance(model.get_submodule(name), Linear)]
@@ -360,6 +362,18 @@ def _check_shared(model: nn.Module, names: list[str], recipes: Mapping[str, Reci
         if recipes[other] != recipes[name]:
             raise RecipeError(
                 f"{other} and {name} are one linear, and ignore or overrides give them different recipes; name both"
+            )
+
+
+def _check_whole(model: nn.Module, recipes: Mapping[str, Recipe | None]) -> None:
+    """Refuse to replace linears that another engine, FSDP2 or tensor parallelism, has taken in hand."""
+    for name, recipe in recipes.items():
+        linear = model.get_submodule(name)
+        is_taken = recipe is not None and recipe.is_fp8 and not isinstance(linear, Linear)
+        if is_taken and hasattr(linear._parameters.get("weight"), "device_mesh"):
+            raise ConfigError(
+                f"convert replaces torch.nn.Linear, and {name} is sharded already (its weight is a DTensor); call "
+                "octavo.convert first, then octavo.parallel.shard, fully_shard or parallelize_module"
             )
 
 

@@ -212,14 +212,13 @@ class DelayedLinear(nn.Module):
             reduce_staged(state, self.source.group if asked is None else asked, peers)
         self._take_over(state, recipe)
 
-    def update_scales(self, recipe: Recipe) -> None:
-        """Turn what was staged, as it stands, into scales: see octavo.nn.update_scales, which asks the ranks first."""
-        state = self.delayed_state(recipe)
-        self._take_over(state, recipe)
+    def note_new_scales(self, state: DelayedState, recipe: Recipe) -> None:
+        """octavo.nn.update_scales has made scales of what was staged."""
+        self.source.drop_prequantized()  # encoded with the scale that has gone
         self._watch.look(self, state, recipe)
 
     def _take_over(self, state: DelayedState, recipe: Recipe) -> None:
-        """The scales only change here."""
+        """The scales only change here, and in octavo.nn.update_scales."""
         self.source.drop_prequantized()  # encoded with the scale that goes now
         update_delayed_(state.history, state.quant_scale, recipe)
 
@@ -318,6 +317,6 @@ class DelayedLinear(nn.Module):
                 history[1:] = 0.0
                 if recipe is not None and recipe.updates_at_steps and len(history) > 1:
                     history[0] = newest
-                    self.update_scales(recipe)
+                    self._take_over(self.delayed_state(recipe), recipe)
                     history[0] = staged
         self._watch = AmaxWatch()

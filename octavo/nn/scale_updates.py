@@ -3,20 +3,24 @@
 At the end of the step every rank is at the same place, whatever ran in its forwards, so one collective is safe there.
 """
 
+import itertools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from octavo.distributed.amax import check_alike, has_ranks, reduce_rows
+from octavo.distributed.amax import check_alike, has_ranks, reduce_largest
 from octavo.nn.delayed import join_model
 from octavo.nn.linear import Linear
+from octavo.nn.weights.delayed import DelayedState
 from octavo.nn.weights.version import ModelState
 from octavo.numerics.recipe import Recipe
+from octavo.ops.quantize.delayed import Histories
 
 _PLACE = "_octavo_scale_updates"
-_agreed: weakref.WeakKeyDictionary[nn.Module, set[tuple[Any, bytes]]] = weakref.WeakKeyDictionary()
+Stateful = tuple[str, Linear, Recipe, DelayedState]
 
 
 class ScaleUpdates(ModelState):
@@ -25,11 +29,11 @@ class ScaleUpdates(ModelState):
     It lies in the model's __dict__; a copy of the model, or one that was pickled, has one of its own.
     """
 
-    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped. One that does so inside the backward (of a parameter, say) ends no step."""
-        model = self._model()
-        if model is not None and torch._C._current_graph_task_id() == -1 and self._is_of(optimizer):
-            update_scales(model)
+    @classmethod
+    def end_step(cls, stepped: "Sequence[ModelState]") -> None:
+        """Models that one step was of, all together. One inside the backward (of a parameter, say) ends no step."""
+        if torch._C._current_graph_task_id() == -1:
+            _update([model for state in stepped if (model := state._model()) is not None])
 
     def __getstate__(self) -> dict[str, Any]:
         return {"model": self._model()}
@@ -51,7 +55,6 @@ def follow_steps(model: nn.Module) -> None:
         vars(model)[_PLACE] = ScaleUpdates(model)
 
 
-@torch.no_grad()
 def update_scales(model: nn.Module) -> None:
     """Make delayed scaling's next scales from what was staged since they were last made: the end of a training step.
 
@@ -64,25 +67,87 @@ def update_scales(model: nn.Module) -> None:
     Raises:
         ShapeError: ranks of a group have different linears.
     """
+    _update([model])
+
+
+class _Plan:
+    """Linears of some models, where their staged amaxes meet those of other ranks, and how they are updated.
+
+    Args:
+        linears: with update_every="step", in an order that all ranks have.
+        key: what it was made for.
+        agreed: digests of linears that were found alike on all ranks; grows.
+    """
+
+    def __init__(self, linears: Sequence[Stateful], key: object, agreed: set[tuple[Any, bytes]]) -> None:
+        self.key, self.agreed = key, agreed
+        self._reduced: list[tuple[list[torch.Tensor], torch.Tensor, Any]] = []
+        staged = {id(state): state.history[0] for *_, state in linears}
+        for (group, device), of_group in _grouped(linears, _group_of).items():
+            names = [f"{name} {state.history.shape[1]}" for name, _, _, state in of_group]
+            check_alike(names, device, group, agreed)
+            rows = [staged[id(state)] for *_, state in of_group]
+            flat = torch.cat(rows)
+            self._reduced.append((rows, flat, group))
+            pieces = flat.split([len(row) for row in rows])
+            staged |= {id(state): piece for (*_, state), piece in zip(of_group, pieces, strict=True)}
+        self._histories = [
+            Histories(
+                recipe,
+                [state.history for *_, state in alike],
+                [state.quant_scale for *_, state in alike],
+                [staged[id(state)] for *_, state in alike],
+            )
+            for (recipe, _), alike in _grouped(linears, lambda one: (one[2], one[3].history.device)).items()
+        ]
+
+    def run(self) -> None:
+        """One collective a group and device, which carries the linears that did not run as well; then new scales."""
+        for rows, flat, group in self._reduced:
+            torch.cat(rows, out=flat)
+            reduce_largest(flat, group)
+        for histories in self._histories:
+            histories.update_()
+
+
+_plans: weakref.WeakKeyDictionary[nn.Module, _Plan] = weakref.WeakKeyDictionary()  # by the first of the models
+
+
+@torch.no_grad()
+def _update(models: Sequence[nn.Module]) -> None:
+    named = itertools.chain.from_iterable(model.named_modules() for model in models)
     linears = [
-        (name, module, module.recipe)
-        for name, module in model.named_modules()
+        (name, module, module.recipe, module.delayed_state(module.recipe))
+        for name, module in named
         if isinstance(module, Linear) and module.recipe is not None and module.recipe.updates_at_steps
     ]
-    if has_ranks():
-        _reduce(linears, _agreed.setdefault(model, set()))
-    for _, linear, recipe in linears:
-        linear.update_scales(recipe)
+    if not linears:
+        return
+    key = (has_ranks(), [_key_of(*one) for one in linears])
+    plan = _plans.get(models[0])
+    if plan is None or plan.key != key:
+        plan = _plans[models[0]] = _Plan(linears, key, set() if plan is None else plan.agreed)
+    plan.run()
+    for _, linear, recipe, state in linears:
+        linear.note_new_scales(state, recipe)
 
 
-def _reduce(linears: list[tuple[str, Linear, Recipe]], agreed: set[tuple[Any, bytes]]) -> None:
-    """One collective a group and device, which carries the linears that did not run as well."""
-    rows: dict[tuple[Any, torch.device], dict[str, torch.Tensor]] = {}
-    for name, linear, recipe in linears:
-        assert recipe.delayed is not None, f"recipe {recipe.name!r} has no amax history"
-        if recipe.delayed.reduce_amax:
-            row = linear.delayed_state(recipe).history[0]
-            rows.setdefault((linear.source.group, row.device), {})[name] = row
-    for (group, device), named in rows.items():
-        check_alike([f"{name} {len(row)}" for name, row in named.items()], device, group, agreed)
-        reduce_rows(list(named.values()), group)
+def _key_of(name: str, linear: Linear, recipe: Recipe, state: DelayedState) -> tuple[Any, ...]:
+    places = state.history.data_ptr(), state.history.shape, state.quant_scale.data_ptr()
+    return name, linear.source.group, recipe, *places
+
+
+def _group_of(one: Stateful) -> Any:
+    """(group, device) of the ranks that agree on a linear's amaxes; None where none do."""
+    _, linear, recipe, state = one
+    assert recipe.delayed is not None, f"recipe {recipe.name!r} has no amax history"
+    return (linear.source.group, state.history.device) if has_ranks() and recipe.delayed.reduce_amax else None
+
+
+def _grouped(linears: Sequence[Stateful], key: Any) -> dict[Any, list[Stateful]]:
+    """In their order; those whose key is None are left out."""
+    found: dict[Any, list[Stateful]] = {}
+    for one in linears:
+        if (group := key(one)) is not None:
+            found.setdefault(group, []).append(one)
+    return found

@@ -6,7 +6,7 @@ An observer sits on the chosen linears at the chosen steps alone. Numbers stay o
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ TENSORS = {
 FP8_STATS = ("underflows%", "overflows%", "scale_inv_min", "scale_inv_max", "mse")
 TENSOR_STATS = ("cur_amax", "dynamic_range", "min", "max", "mean", "std", "l1_norm", "l2_norm")
 STATS = (*FP8_STATS, *TENSOR_STATS)
+_Packed = tuple[list[tuple[str, str]], torch.Tensor]  # (layer, tensor) of each row, [rows, 14] fp64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +81,8 @@ class TensorStatistics:
         start_step: the first step that is observed.
         end_step: the first one after it that is not; None has no end.
         first_step: the number of the step that comes first (a resumed run's).
+        gather: gives every rank the value of each, by rank; called at the end of each observed step, whose rows are
+            then those of all ranks' micro-batches. None for one process, or for this rank's alone.
     Raises:
         RecipeError: an unknown name, no linear of octavo's, or a linear that has an observer already.
     """
@@ -95,6 +98,7 @@ class TensorStatistics:
         start_step: int = 0,
         end_step: int | None = None,
         first_step: int = 0,
+        gather: Callable[[_Packed], list[_Packed]] | None = None,
     ) -> None:
         _check_known("stats", stats, STATS)
         _check_known("tensors", tensors, tuple(TENSORS))
@@ -106,6 +110,7 @@ class TensorStatistics:
         self._sums: dict[tuple[str, str], _Sums] = {}
         self._rows: list[StatisticsRow] = []
         self._step = first_step
+        self._gather = gather or (lambda own: [own])
         self._hooks: list[RemovableHandle] = []
         self._in_training = False
         self._attach()
@@ -121,10 +126,15 @@ class TensorStatistics:
 
     def step(self) -> None:
         """End the current step: its sums become rows (one read of the device), and the next step begins."""
-        if self._sums:
-            packed = torch.stack([sums.pack() for sums in self._sums.values()]).tolist()
-            for (layer, tensor), numbers in zip(self._sums, packed, strict=True):
-                known = _derive(*numbers)
+        if self.is_observed(self._step):
+            packed = torch.stack([sums.pack() for sums in self._sums.values()]).cpu() if self._sums else torch.empty(0)
+            whole: dict[tuple[str, str], _Sums] = {}
+            for keys, numbers in self._gather((list(self._sums), packed)):
+                for key, row in zip(keys, numbers, strict=True):
+                    sums = _Sums.unpack(row)
+                    whole[key] = whole[key].merge(sums) if key in whole else sums
+            for (layer, tensor), sums in whole.items():
+                known = _derive(*sums.pack().tolist())
                 quantized = not math.isnan(known["scale_inv_min"])
                 values = {stat: known[stat] for stat in self._stats if quantized or stat not in FP8_STATS}
                 self._rows.append(StatisticsRow(self._step, layer, tensor, values))
@@ -234,6 +244,11 @@ class _Sums:
     def pack(self) -> torch.Tensor:
         """[14] fp64, as _derive takes them."""
         return torch.cat([self.added, self.smallest, self.largest])
+
+    @classmethod
+    def unpack(cls, packed: torch.Tensor) -> "_Sums":
+        """What pack has packed."""
+        return cls(*packed.split([7, 3, 4]))
 
 
 def _quantization(

@@ -38,6 +38,9 @@ class WeightHolder(DelayedLinear):
         # FSDP2 puts the gathered parameter here, and the sharded one when it frees that: none keeps the other's codes
         if name == "weight" and "source" in self.__dict__:
             self.source.replace_weight(value)
+            if isinstance(value, torch.nn.Parameter) and "weight" in self._parameters:
+                self._parameters["weight"] = value  # as FSDP2 itself does where a module has no __setattr__ of its own
+                return
         super().__setattr__(name, value)
 
     def set_recipe(self, recipe: Recipe | None) -> None:

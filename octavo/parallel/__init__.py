@@ -1,7 +1,7 @@
 """torch's engines of distribution applied to a built model; the one folder, with distributed/, that imports them."""
 
 from octavo.parallel.fsdp import ShardReport, shard
-from octavo.parallel.gather import gathered, is_sharded
+from octavo.parallel.gather import gathered, is_sharded, kept, set_last_backward
 from octavo.parallel.lend import copy_weights, give_memory, lent, make_shell
 from octavo.parallel.load import load_sharded, load_weights
 
@@ -11,9 +11,11 @@ __all__ = [
     "gathered",
     "give_memory",
     "is_sharded",
+    "kept",
     "lent",
     "load_sharded",
     "load_weights",
     "make_shell",
+    "set_last_backward",
     "shard",
 ]

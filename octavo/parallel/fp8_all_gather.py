@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from octavo.distributed.torch_private import has_begun, param_groups
 from octavo.errors import ConfigError
 from octavo.nn.grouped_linear import GroupedLinear
 from octavo.nn.linear import Linear
 from octavo.nn.weights.gathered import GatheredWeight
+from octavo.nn.weights.gathered_unit import GatheredUnit
 from octavo.nn.weights.operands import row_ranges
 from octavo.nn.weights.shared_scales import SharedScales
-from octavo.parallel.gather import param_groups
 from octavo.parallel.sharded_weight import attach
 
 
@@ -50,12 +51,11 @@ def gather_codes(model: nn.Module, units: list[nn.Module], param_dtype: torch.dt
         ConfigError: the model has run.
     """
     groups = [group for unit in units for group in param_groups(unit)]
-    if any(group._reset_sharded_params for group in groups):
+    if any(has_begun(group) for group in groups):
         raise ConfigError("FSDP2 asks for hooks before the first forward, and this model has run; shard it, then run")
     users = collections.Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     offloaded = {id(p.sharded_param) for group in groups for p in group.fsdp_params if p.offload_to_cpu}
-    scales: dict[Any, SharedScales] = {}
-    found, early = [], []
+    found, early, coded = [], [], set()
     for name, linear in model.named_modules():
         if isinstance(linear, nn.Linear):
             size = linear.weight.numel() * (param_dtype or linear.weight.dtype).itemsize
@@ -71,12 +71,15 @@ def gather_codes(model: nn.Module, units: list[nn.Module], param_dtype: torch.dt
         if reason:
             found.append(GatheredBytes(name, linear.weight.numel() * itemsize, reason))
             continue
-        source = _new_source(linear, scales)
+        source = GatheredWeight(linear.parts, linear.recipe, attach, linear.weight_version)  # type: ignore[arg-type]
+        source.full_name, source.group = linear.full_name, linear.source.group
         linear.source = source
         source.replace_weight(linear.weight)
+        coded.add(linear)
         found.append(GatheredBytes(name, _code_bytes(linear)))
         if source.begins_early:
             early.append(linear)
+    _join_units(groups, coded)
     if early:
         _begin_with(model, early)
     return found
@@ -138,15 +141,22 @@ def _agrees(linear: Linear) -> bool:
     return set(dist.get_process_group_ranks(group)) >= set(dist.get_process_group_ranks(_shard_group(linear)))
 
 
-def _new_source(linear: Linear, scales: dict[Any, SharedScales]) -> GatheredWeight:
-    recipe, weight, shared = linear.recipe, linear.weight, None
-    assert recipe is not None and recipe.weight is not None and weight is not None, "looked at before"
-    if recipe.weight.is_per_tensor and recipe.delayed is None:
-        group = _shard_group(linear)
-        shared = scales.setdefault(group, SharedScales(group))
-    source = GatheredWeight(linear.parts, recipe, attach, shared, linear.weight_version)
-    source.full_name, source.group = linear.full_name, linear.source.group
-    return source
+def _join_units(groups: list[Any], coded: set[Linear]) -> None:
+    """Let the weights that FSDP2 gathers together, of one scaling, be quantized together."""
+    scales: dict[Any, SharedScales] = {}
+    units: dict[Any, list[Linear]] = {}
+    for group in groups:
+        for param in group.fsdp_params:
+            linear, name = param._module_info.module, param._module_info.param_name
+            if linear in coded and name == "weight":
+                key = id(group), linear.source.scaling, linear.source.begins_early, linear.weight.dtype
+                units.setdefault(key, []).append(linear)
+    for (_, scaling, has_history, _), linears in units.items():
+        shared = None
+        if scaling.is_per_tensor and not has_history:
+            ranks = _shard_group(linears[0])
+            shared = scales.setdefault(ranks, SharedScales(ranks))
+        GatheredUnit(linears, shared)
 
 
 def _code_bytes(linear: Linear) -> int:

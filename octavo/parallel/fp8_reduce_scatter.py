@@ -7,8 +7,8 @@ from torch import nn
 from octavo.distributed.reduced_in_fp8 import reduced_in_fp8
 from octavo.distributed.reduction import OrderedReduceScatter
 from octavo.distributed.reduction_q import Member, StochasticFP8ReduceScatter
+from octavo.distributed.torch_private import param_groups, reducer_of
 from octavo.errors import ConfigError
-from octavo.parallel.gather import param_groups
 
 MIN_BYTES = 16 << 20  # as DDP's hook
 
@@ -35,12 +35,13 @@ def use_fp8_reduce_scatter(
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
-        if any(isinstance(group._reduce_scatter_comm, OrderedReduceScatter) for group in param_groups(module)):
+        reducers = [reducer_of(group) for group in param_groups(module)]
+        if any(isinstance(reducer, OrderedReduceScatter) for reducer, _ in reducers):
             raise ConfigError(
                 "gradients are reduced in order or in FP8, and this model was sharded with reduction='ordered'; for "
                 "FP8 shard it with reduction='sum' or 'mean'"
             )
-        if any(group._reduce_scatter_process_group.size() == 1 for group in param_groups(module)):
+        if any(num_ranks == 1 for _, num_ranks in reducers):
             continue  # FSDP2 scatters nothing there
         held = [param.sharded_param for group in param_groups(module) for param in group.fsdp_params]
         parameters = [p for p in held if p.requires_grad]

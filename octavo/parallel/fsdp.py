@@ -9,10 +9,12 @@ from torch import nn
 
 from octavo.distributed.reduction import OrderedReduceScatter
 from octavo.distributed.shards import local
+from octavo.distributed.torch_private import param_groups
 from octavo.errors import ConfigError, DtypeError
 from octavo.nn import plan_fusion
+from octavo.parallel.copy_engine_gather import gather_by_copy_engines
 from octavo.parallel.fp8_all_gather import GatheredBytes, gather_codes
-from octavo.parallel.gather import is_sharded, param_groups
+from octavo.parallel.gather import is_sharded
 
 if TYPE_CHECKING:
     from octavo.distributed.mesh import Mesh  # a config section, whose library takes a while to import
@@ -31,6 +33,7 @@ class ShardReport:
         num_local_bytes: of the parameters that this rank keeps.
         reduction: how gradients are added.
         gathers: with all_gather_dtype="fp8": how each linear's weight is gathered.
+        by_copy_engines: layers are gathered by the GPUs' copy engines.
     """
 
     units: tuple[str, ...]
@@ -38,6 +41,7 @@ class ShardReport:
     num_local_bytes: int
     reduction: Reduction
     gathers: tuple[GatheredBytes, ...] = ()
+    by_copy_engines: bool = False
 
     @property
     def summary(self) -> str:
@@ -45,6 +49,7 @@ class ShardReport:
         line = (
             f"{self.num_params / 1e6:.2f}M parameters in {len(self.units)} units, "
             f"{self.num_local_bytes / 2**20:.1f} MiB on this rank; gradients: {self.reduction}"
+            f"{'; gathered by copy engines' if self.by_copy_engines else ''}"
         )
         if not self.gathers:
             return line
@@ -66,6 +71,7 @@ def shard(
     reshard_after_forward: bool = True,
     all_gather_dtype: Literal["fp8"] | None = None,
     reduce_dtype: torch.dtype | None = torch.float32,
+    copy_engines: bool = True,
 ) -> ShardReport:
     """Shard a model over the ranks of a mesh, in place: each layer of its ModuleLists is a unit, the rest is one.
 
@@ -85,6 +91,9 @@ def shard(
             have whole blocks and scales; the report says where not. The model then runs under its own recipes alone.
         reduce_dtype: what gradients are cast to before they travel and are added; None leaves them as the backward gave
             them, half the bytes in bf16. An ordered reduction adds in fp32 whatever travels, and takes no notice of it.
+        copy_engines: where the GPUs of one host can reach each other's memory, layers are gathered by their copy
+            engines in place of NCCL's kernels, which take time of the units that compute. It keeps two buffers of a
+            layer's gathered size, which torch's allocator does not count. No bit differs.
     Returns:
         What was sharded.
     Raises:
@@ -118,8 +127,10 @@ def shard(
         plan_fusion(model)
     is_coded = all_gather_dtype is not None and mesh.device_mesh is not None
     gathers = gather_codes(model, list(units.values()), param_dtype) if is_coded else []
+    layers = [unit for unit in units.values() if unit is not model]  # what is left may be large, and is gathered once
+    transport = gather_by_copy_engines(layers) if copy_engines and mesh.device.type == "cuda" else "not asked for"
     num_local_bytes = sum(local(p).nbytes for p in model.parameters())
-    return ShardReport(tuple(units), num_params, num_local_bytes, reduction, tuple(gathers))
+    return ShardReport(tuple(units), num_params, num_local_bytes, reduction, tuple(gathers), not transport)
 
 
 def _wrap(

@@ -1,13 +1,13 @@
 """Whole weights of a model that FSDP2 has sharded, for as long as a caller samples from it."""
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from octavo.distributed.torch_private import has_fsdp, is_unsharded, keep_reshard_rule
 from octavo.nn.linear import Linear
 from octavo.nn.weights.gathered import GatheredWeight
 
@@ -30,11 +30,11 @@ def gathered(model: nn.Module) -> Iterator[None]:
     Entering is a collective: all ranks must come here. What they do inside may differ from rank to rank, since no
     forward gathers or frees anything. For a model that is not sharded, or gathered already, nothing happens.
     """
-    modules = [module for module in _sharded_modules(model) if not _is_whole(module)]
+    modules = [module for module in _sharded_modules(model) if not is_unsharded(module)]
     if not modules:
         yield
         return
-    kept = [_ForwardRule(module) for module in modules]
+    kept = [keep_reshard_rule(module) for module in modules]
     with torch.inference_mode(False), torch.no_grad():  # parameters made inside of it could not be trained
         for linear in model.modules():
             if isinstance(source := vars(linear).get("source"), GatheredWeight):
@@ -45,40 +45,44 @@ def gathered(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, rule in zip(modules, kept, strict=True):
+        for module, restore in zip(modules, kept, strict=True):
             module.reshard()
-            rule.restore()
+            restore()
 
 
-class _ForwardRule:
-    """Whether a module frees its parameters after a forward, as torch 2.11 to 2.13 keep it; its setter knows no "as
-    it was"."""
+@contextlib.contextmanager
+def kept(model: nn.Module) -> Iterator[None]:
+    """Within, what a forward of a sharded model gathers stays whole, for its backward and for other micro-batches.
 
-    def __init__(self, module: Any) -> None:
-        self._state = module._get_fsdp_state()
-        self._is_automatic = self._state._auto_reshard_after_forward
-        self._groups = [(group, group.post_forward_mesh_info) for group in param_groups(module)]
-
-    def restore(self) -> None:
-        self._state._auto_reshard_after_forward = self._is_automatic
-        for group, mesh_info in self._groups:
-            group.post_forward_mesh_info = mesh_info
-
-
-def param_groups(module: Any) -> list[Any]:
-    """FSDP2's parameter groups of a sharded module: its state has a list since torch 2.12, one or None before."""
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    After new weights call octavo.models.export.reshard, which frees it: the next forward gathers again. Nothing is
+    gathered here. For a model that is not sharded nothing happens.
+    """
+    modules = _sharded_modules(model)
+    rules = [keep_reshard_rule(module) for module in modules]
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.set_reshard_after_backward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module, restore in zip(modules, rules, strict=True):
+            module.set_reshard_after_backward(True, recurse=False)
+            module.reshard()
+            restore()
 
 
-def _is_whole(module: Any) -> bool:
-    return all(group.is_unsharded for group in param_groups(module))
+def set_last_backward(model: nn.Module, is_last: bool) -> None:
+    """Say whether the next backward of a sharded model is the last one before its gradients are read.
+
+    After the others nothing waits until the ranks' gradients are added up: the next forward runs meanwhile, and they
+    may not be read. For a model that is not sharded nothing happens.
+    """
+    if is_sharded(model):
+        model.set_is_last_backward(is_last)  # type: ignore[operator]
 
 
 def _sharded_modules(model: nn.Module) -> list[Any]:
-    if "torch.distributed.fsdp" not in sys.modules:  # without it nothing is sharded, and importing it takes a second
+    if not has_fsdp():
         return []
     from torch.distributed.fsdp import FSDPModule
 

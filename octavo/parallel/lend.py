@@ -8,7 +8,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from octavo.errors import ConfigError
+from octavo.distributed.shards import is_distributed, local, shard_of
+from octavo.models.export import reshard
 from octavo.parallel.gather import gathered, gathers_codes
 
 M = TypeVar("M", bound=nn.Module)
@@ -24,22 +25,21 @@ def make_shell(model: M) -> M:
 
 @contextlib.contextmanager
 def lent(model: nn.Module, view: nn.Module) -> Iterator[None]:
-    """Within, a view has the whole parameters of a sharded model, on every rank; see gathered.
+    """Within, a view has the whole parameters of a sharded model, on every rank; see gathered. Where the model gathers
+    FP8 codes, the view's parameters are gathered in high precision beside them.
 
     Args:
         view: a shell of the model, from before it was sharded, or a copy of one. What it made of the weights is for its
             next use to make again.
-    Raises:
-        ConfigError: weights of the model are gathered as FP8 codes, from which no other numerics can compute.
     """
-    if gathers_codes(model):
-        raise ConfigError(
-            "a second decoder computes from the whole weights, and this model gathers FP8 codes of them; shard it "
-            "without all_gather_dtype='fp8'"
-        )
-    with gathered(model):
-        own = dict(view.named_parameters(remove_duplicate=False))
-        _put(view, dict(model.named_parameters(remove_duplicate=False)))
+    own = dict(view.named_parameters(remove_duplicate=False))
+    with contextlib.ExitStack() as stack:
+        if gathers_codes(model):
+            lending = _whole_parameters(model, view)
+        else:
+            stack.enter_context(gathered(model))
+            lending = dict(model.named_parameters(remove_duplicate=False))
+        _put(view, lending)
         try:
             yield
         finally:
@@ -55,10 +55,32 @@ def give_memory(view: nn.Module, device: torch.device) -> None:
 @torch.no_grad()
 def copy_weights(model: nn.Module, view: nn.Module) -> None:
     """Write the whole parameters of a sharded model into a view's own, where they lie; a collective, as gathered."""
+    if gathers_codes(model):
+        for name, value in _whole_values(model, view):
+            view.get_parameter(name).copy_(value)
+        return
     with gathered(model):
         theirs = dict(model.named_parameters())
         for name, param in view.named_parameters():
             param.copy_(theirs[name])
+
+
+def _whole_parameters(model: nn.Module, view: nn.Module) -> dict[str, nn.Parameter]:
+    """By every name that the view has for it."""
+    made = {name: nn.Parameter(value, requires_grad=False) for name, value in _whole_values(model, view)}
+    names = {id(param): name for name, param in view.named_parameters()}
+    return {name: made[names[id(param)]] for name, param in view.named_parameters(remove_duplicate=False)}
+
+
+@torch.no_grad()
+def _whole_values(model: nn.Module, view: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each parameter of a sharded model, its shards rounded to the view's dtype and put together: a collective each."""
+    reshard(model)  # what is gathered already may be codes
+    theirs = dict(model.named_parameters())
+    for name, param in view.named_parameters():
+        like = theirs[name]
+        value = shard_of(local(like).to(param.dtype), like, like.shape)
+        yield name, value.full_tensor() if is_distributed(value) else value  # type: ignore[attr-defined]
 
 
 def _put(module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:

@@ -20,16 +20,16 @@ class ShardedWeight(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.detach().__reduce_ex__(protocol)
 
+    @staticmethod
     def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
+        mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], GatheredWeight]:
         """What this rank sends, and who takes what comes; on FSDP2's copy-in stream."""
         source: GatheredWeight = module.source
-        state = module.delayed_state(source.recipe) if source.recipe.has_state else None
-        return tuple(source.send(state)), source
+        return source.unit.send(module), source
 
+    @staticmethod
     def fsdp_post_all_gather(
-        self,
         all_gather_outputs: tuple[torch.Tensor, ...],
         metadata: GatheredWeight,
         param_dtype: torch.dtype,
@@ -41,7 +41,8 @@ class ShardedWeight(torch.Tensor):
         return (metadata.hollow(param_dtype), ()) if out is None else None
 
 
-# FSDP2 asks for it at every gather; working it out each time takes longer than a small kernel
+# FSDP2 asks for it at every gather; working it out each time, or leaving out a method's first parameter, takes longer
+# than a small kernel
 ShardedWeight.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined]
     ShardedWeight.fsdp_pre_all_gather
 )

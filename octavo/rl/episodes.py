@@ -4,10 +4,13 @@ Turns are joined as token ids, never as text that is tokenized again, so that wh
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from octavo.distributed.outcome import all_do
 from octavo.errors import DataError
 from octavo.models.tokenizer import Tokenizer
 from octavo.rl.engines.protocol import Completion
@@ -69,6 +72,7 @@ def play_episodes(
     samples_per_prompt: int,
     max_tokens: int,
     max_len: int,
+    group: Any = None,
 ) -> Rollouts:
     """Play every episode to its end, all of them turn by turn in one batch.
 
@@ -78,17 +82,16 @@ def play_episodes(
         max_tokens: that the policy may sample in an episode.
         max_len: tokens of a whole sequence. An episode that reaches one of them, or the task's max_turns, is over with
             the rewards so far, and is not finished.
+        group: the process group of ranks that make this call together; None for one process.
     Returns:
         Rollouts of len(prompts) * samples_per_prompt sequences, the environment's tokens marked by is_sampled;
         completions are all text after the prompt.
     Raises:
-        DataError: an environment raises or gives no finite reward; the message names it, the sample and its index.
+        DataError: an environment raises or gives no finite reward, on any rank; the message names it, the sample, its
+            index and the rank.
         ConfigError: first messages that leave less than max_tokens of max_len; nothing is then sampled.
     """
-    episodes: list[Episode] = []
-    for group, prompt in enumerate(prompts):
-        for _ in range(samples_per_prompt):
-            episodes.append(_begin(task, tokenizer, prompt, group, len(episodes)))
+    episodes = all_do(group, lambda: _begin_all(task, tokenizer, prompts, samples_per_prompt))
     check_context([e.prompt for e in episodes], [e.prompt_len for e in episodes], max_tokens, max_len)
     active = episodes
     for _ in range(task.max_turns):
@@ -97,12 +100,16 @@ def play_episodes(
             break
         rooms = [episode.room(max_tokens, max_len) for episode in active]
         turns = sample([episode.ids for episode in active], max(rooms))
-        active = [
-            episode
-            for episode, turn, room in zip(active, turns, rooms, strict=True)
-            if _play(task, tokenizer, episode, turn, room)
-        ]
+        active = all_do(group, functools.partial(_play_all, task, tokenizer, active, turns, rooms))
     return _pack(episodes)
+
+
+def _begin_all(task: EnvironmentTask, tokenizer: Tokenizer, prompts: list[str], num_samples: int) -> list[Episode]:
+    episodes: list[Episode] = []
+    for group, prompt in enumerate(prompts):
+        for _ in range(num_samples):
+            episodes.append(_begin(task, tokenizer, prompt, group, len(episodes)))
+    return episodes
 
 
 def _begin(task: EnvironmentTask, tokenizer: Tokenizer, prompt: str, group: int, index: int) -> Episode:
@@ -114,6 +121,18 @@ def _begin(task: EnvironmentTask, tokenizer: Tokenizer, prompt: str, group: int,
         raise DataError(f"{where}: reset raised {type(error).__name__}: {error}; fix the environment") from error
     ids = encode_messages(messages, tokenizer, task.max_prompt_tokens, where)
     return Episode(index, group, prompt, environment, list(ids), len(ids))
+
+
+def _play_all(
+    task: EnvironmentTask,
+    tokenizer: Tokenizer,
+    episodes: Sequence[Episode],
+    turns: Sequence[Completion],
+    rooms: Sequence[int],
+) -> list[Episode]:
+    """The episodes that go on."""
+    played = zip(episodes, turns, rooms, strict=True)
+    return [episode for episode, turn, room in played if _play(task, tokenizer, episode, turn, room)]
 
 
 def _play(task: EnvironmentTask, tokenizer: Tokenizer, episode: Episode, turn: Completion, room: int) -> bool:

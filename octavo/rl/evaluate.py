@@ -9,7 +9,7 @@ from octavo.rl.engines.embedded import EmbeddedEngine
 from octavo.rl.engines.protocol import SamplingSpec
 from octavo.rl.prompts import check_context
 from octavo.rl.ranks import Ranks
-from octavo.rl.rollout import generate_rollouts, score
+from octavo.rl.rollout import generate_rollouts, score_all
 from octavo.rl.tasks import EnvironmentTask, Task, encode_prompts
 from octavo.serve import LLM
 from octavo.weights.refit import share_weights
@@ -38,6 +38,7 @@ class Evaluator:
     ) -> None:
         self.task = task
         self.max_tokens = max_tokens
+        self._group = None if ranks is None else ranks.mesh.host_group
         limits: dict[str, Any] = {"tokenizer": tokenizer, "max_num_seqs": max_num_seqs}
         if ranks is None:
             self.model = share_weights(model, Numerics())
@@ -51,6 +52,7 @@ class Evaluator:
 
         Raises:
             ConfigError: a prompt that leaves less than max_tokens of the context.
+            DataError: the verifier raises or gives no finite reward, on any rank.
         """
         self.model.mark_weights_updated()
         if isinstance(self.task, EnvironmentTask):
@@ -61,14 +63,13 @@ class Evaluator:
                 samples_per_prompt=1,
                 max_tokens=self.max_tokens,
                 temperature=temperature,
+                group=self._group,
             )
             return float(episodes.rewards.mean())
         inputs = encode_prompts(self.task, prompts, self._engine.tokenizer)
         check_context(prompts, [len(ids) for ids in inputs], self.max_tokens, self._engine.max_model_len)
         spec = SamplingSpec(1, self.max_tokens, temperature, self.task.end or None, has_logprobs=False)
-        total = 0.0
-        for index, (prompt, output) in enumerate(zip(prompts, self._engine.generate(inputs, spec), strict=True)):
-            answer = output.completions[0]
-            end = self.task.end if answer.stop_reason == self.task.end else ""
-            total += score(self.task, prompt, answer.text + end, index)
-        return total / len(prompts)
+        answers = [output.completions[0] for output in self._engine.generate(inputs, spec)]
+        # the engine cuts the text before what stopped it
+        texts = [a.text + (self.task.end if a.stop_reason == self.task.end else "") for a in answers]
+        return sum(score_all(self.task, prompts, texts, self._group)) / len(prompts)

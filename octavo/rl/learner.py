@@ -12,8 +12,10 @@ import torch
 from octavo.distributed.mesh import ONE_PROCESS, Mesh
 from octavo.errors import ExactnessError, NonFiniteError
 from octavo.models import Decoder, sequence_logprobs
+from octavo.models.export import reshard
 from octavo.nn.finite_weights import check_finite_weights
 from octavo.numerics.infinity import take_infinity
+from octavo.parallel import kept, set_last_backward
 from octavo.rl.config import RLConfig
 from octavo.rl.correction import Correction, correct
 from octavo.rl.health import HealthMonitor, HealthStatus
@@ -67,7 +69,7 @@ def score_rollouts(
         start = starts[min(first + mesh.rank, len(starts) - 1)]
         piece = rollouts.part(start, min(start + starts.step, len(rollouts)))
         with contextlib.nullcontext() if routers is None else routers.scoring(piece):
-            scores.append(_logprobs_of_responses(model, piece, temperature))
+            scores.append(packed_logprobs(model, piece, temperature))
     own = torch.cat(scores).cpu()  # once: the GPU goes on while the next piece is prepared
     if mesh.world_size == 1:
         return own
@@ -81,10 +83,10 @@ def response_logprobs(model: Decoder, rollouts: Rollouts, temperature: float) ->
     Returns:
         [tokens] fp32 on the CPU, packed as in Rollouts, differentiable in the weights.
     """
-    return _logprobs_of_responses(model, rollouts, temperature).cpu()
+    return packed_logprobs(model, rollouts, temperature).cpu()
 
 
-def _logprobs_of_responses(model: Decoder, rollouts: Rollouts, temperature: float) -> torch.Tensor:
+def packed_logprobs(model: Decoder, rollouts: Rollouts, temperature: float) -> torch.Tensor:
     """response_logprobs where the model is."""
     parts = sequence_logprobs(model, rollouts.sequences, temperature, prompt_lens=rollouts.prompt_lens)
     if rollouts.is_sampled:  # what an environment wrote is in no loss
@@ -153,7 +155,8 @@ class Learner:
             ExactnessError: in exact mode; no update is made from the minibatch that raises.
             NonFiniteError: likewise.
         """
-        with _host_math(self.model.device):
+        keeps = self.config.trainer.keep_weights
+        with _host_math(self.model.device), kept(self.model) if keeps else contextlib.nullcontext():
             return self._learn(rollouts, advantages, step)
 
     def _learn(self, rollouts: Rollouts, advantages: torch.Tensor, step: int) -> Update:
@@ -250,6 +253,7 @@ class Learner:
             piece = pieces[first + rank]
             self.mesh.at(f"step {step}: micro-batch {first + rank}")
             sequences = piece.rollouts.part(piece.start, piece.stop)
+            set_last_backward(self.model, first + num_ranks == len(pieces))
             with self.routers.training(sequences, num_tokens, is_on_policy=piece.is_on_policy):
                 piece_logprobs, piece_sums = self._backward(pieces[first : first + num_ranks], step, probe)
             logprobs += piece_logprobs
@@ -271,6 +275,7 @@ class Learner:
         else:
             self.num_updates_begun += 1
             self.optimizer.step(lr=lr)
+            reshard(self.model)  # what is kept has the weights of before
             self.num_updates += 1
         effect = {} if probe is None else probe.metrics()
         return joined, sums | effect | {"actor/grad_norm": grad_norm, "actor/lr": lr}, checked
@@ -287,7 +292,8 @@ class Learner:
         """
         piece = pieces[self.mesh.rank]
         logprobs = self._logprobs(piece)
-        everyone = self.mesh.gather_objects(logprobs.detach())
+        vectors = self.mesh.gather_vectors(logprobs.detach(), [each.num_tokens for each in pieces])
+        logprobs, everyone = logprobs.cpu(), [vector.cpu() for vector in vectors]
         checked = enumerate(everyone) if self.config.exact and piece.is_on_policy else ()
         for rank, found in checked:  # all of them on all ranks alike, before any goes on
             whose = f"trainer on rank {rank}" if len(everyone) > 1 else "trainer"
@@ -302,7 +308,7 @@ class Learner:
 
     def _logprobs(self, piece: "_Span") -> torch.Tensor:
         rollouts = piece.rollouts.part(piece.start, piece.stop)
-        return response_logprobs(self.model, rollouts, self.config.rollout.temperature)
+        return packed_logprobs(self.model, rollouts, self.config.rollout.temperature)
 
     def _objective(self, piece: "_Span", logprobs: torch.Tensor) -> Objective:
         return policy_objective(logprobs, piece.token_batch(), self.config.algorithm, self.config.correction)
@@ -314,7 +320,7 @@ class Learner:
         first = ""
         if self.mesh.world_size > 1:
             found = first_bad_tensor(
-                self.model, own, lambda _, piece: self._objective(piece, self._logprobs(piece)).loss, self.mesh
+                self.model, own, lambda _, piece: self._objective(piece, self._logprobs(piece).cpu()).loss, self.mesh
             )
             first = f"; the first tensor to go bad: {found or 'nothing when the step was run again'}"
         if not (math.isfinite(grad_norm) and math.isfinite(loss)):
@@ -361,6 +367,11 @@ class _Span:
         starts = range(self.start, self.stop, size or self.stop - self.start)
         ends = (*starts[1:], self.stop)
         return [dataclasses.replace(self, start=a, stop=b) for a, b in zip(starts, ends, strict=True)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of its responses."""
+        return sum(self.rollouts.response_lens[self.start : self.stop])
 
     def token_batch(self) -> TokenBatch:
         """Its tokens' part of the step's."""

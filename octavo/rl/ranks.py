@@ -9,7 +9,7 @@ from octavo.errors import ConfigError, DataError
 from octavo.models import Decoder
 from octavo.models.tokenizer import Tokenizer
 from octavo.numerics import Numerics
-from octavo.parallel import make_shell, shard
+from octavo.parallel import ShardReport, make_shell, shard
 from octavo.rl.config import RLConfig
 from octavo.rl.engines.dealt import DealtEngine
 from octavo.rl.rollout_batch import Rollouts
@@ -24,11 +24,13 @@ class Ranks:
     Attributes:
         policy: the model that trains.
         shell: of it, from before it was sharded.
+        report: how it is sharded.
     """
 
     mesh: Mesh
     policy: Decoder
     shell: Decoder
+    report: ShardReport
 
     @classmethod
     def shard(cls, config: RLConfig, mesh: Mesh, model: Decoder, reference: Decoder | None) -> "Ranks":
@@ -41,8 +43,14 @@ class Ranks:
         if reference is not None:
             shard(reference, mesh)
         shell, dtype = make_shell(model), model.dtype
-        shard(model.float(), mesh, reduction=config.parallel.reduction, param_dtype=dtype)
-        return cls(mesh, model, shell)
+        report = shard(
+            model.float(),
+            mesh,
+            reduction=config.parallel.reduction,
+            param_dtype=dtype,
+            all_gather_dtype="fp8" if config.parallel.all_gather_dtype == "fp8" else None,
+        )
+        return cls(mesh, model, shell, report)
 
     def view(self, numerics: Numerics) -> Decoder:
         """A decoder in other numerics, to which an engine lends the policy's weights."""
@@ -111,11 +119,6 @@ def _unsupported(config: RLConfig) -> list[tuple[str, bool, str]]:
     return [
         (f"engine.name = {config.engine.name!r}", config.engine.is_remote, "set engine.name = 'embedded'"),
         ("asynchronous.max_policy_lag > 0", config.asynchronous.max_policy_lag > 0, "set it to 0"),
-        (
-            "parallel.all_gather_dtype = 'fp8'",
-            config.parallel.all_gather_dtype == "fp8",
-            "leave it at 'bf16': evaluation needs whole weights",
-        ),
         ("router_replay = true", config.router_replay, "leave it out"),
         (
             f"rollout.kv_scales = {config.rollout.kv_scales!r}",

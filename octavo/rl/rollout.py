@@ -1,9 +1,11 @@
 """Making rollouts: the engine samples a step's prompts, the task scores what came."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from octavo.distributed.outcome import all_do
 from octavo.errors import DataError
 from octavo.rl.engines.protocol import Completion, RolloutEngine, SamplingSpec
 from octavo.rl.episodes import play_episodes
@@ -20,6 +22,7 @@ def generate_rollouts(
     samples_per_prompt: int,
     max_tokens: int,
     temperature: float,
+    group: Any = None,
 ) -> Rollouts:
     """Sample completions and score them.
 
@@ -27,11 +30,13 @@ def generate_rollouts(
         engine: with a tokenizer; its own seed makes the noise, fresh at each call.
         prompts: one group each.
         temperature: of sampling, and of the logprobs, which are untruncated.
+        group: the process group of ranks that make this call together; None for one process.
     Returns:
         Rollouts of len(prompts) * samples_per_prompt sequences, on the CPU.
     Raises:
         EngineError: of a remote engine.
-        DataError: the verifier raises or gives no finite reward; the message names the sample's index and prompt.
+        DataError: the verifier raises or gives no finite reward, on any rank; the message names the sample's index and
+            prompt, and the rank.
         ConfigError: a prompt that leaves less than max_tokens of the context; nothing is then sampled.
     """
     if isinstance(task, EnvironmentTask):
@@ -42,7 +47,7 @@ def generate_rollouts(
             return [generation.completions[0] for generation in engine.generate(list(prompt_ids), spec)]
 
         limits = {"samples_per_prompt": samples_per_prompt, "max_tokens": max_tokens, "max_len": engine.max_model_len}
-        return play_episodes(sample, task, prompts, engine.tokenizer, **limits)
+        return play_episodes(sample, task, prompts, engine.tokenizer, **limits, group=group)
     spec = SamplingSpec(samples_per_prompt, max_tokens, temperature, task.end or None)
     inputs = encode_prompts(task, prompts, engine.tokenizer)
     check_context(prompts, [len(ids) for ids in inputs], max_tokens, engine.max_model_len)
@@ -53,7 +58,7 @@ def generate_rollouts(
     ]
     # the engine cuts the text before what stopped it
     texts = [c.text + (task.end if c.stop_reason == task.end else "") for *_, c in rows]
-    rewards = [score(task, row[1], text, index) for index, (row, text) in enumerate(zip(rows, texts, strict=True))]
+    rewards = score_all(task, [prompt for _, prompt, *_ in rows], texts, group)
     return Rollouts(
         prompts=[prompt for _, prompt, *_ in rows],
         completions=texts,
@@ -67,6 +72,16 @@ def generate_rollouts(
         is_finished=torch.tensor([c.finish_reason == "stop" for *_, c in rows]),
         routed_experts=[c.routed_experts for *_, c in rows if c.routed_experts is not None],
     )
+
+
+def score_all(task: Task, prompts: Sequence[str], completions: Sequence[str], group: Any = None) -> list[float]:
+    """The task's rewards, checked. Every rank of a group scores all; where one cannot, all raise its error.
+
+    Raises:
+        DataError: where the verifier raises, or where a reward is no finite number.
+    """
+    pairs = enumerate(zip(prompts, completions, strict=True))
+    return all_do(group, lambda: [score(task, *pair, index) for index, pair in pairs])
 
 
 def score(task: Task, prompt: str, completion: str, index: int) -> float:

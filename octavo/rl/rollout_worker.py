@@ -183,6 +183,7 @@ class RolloutWorker:
             samples_per_prompt=section.samples_per_prompt,
             max_tokens=section.max_tokens,
             temperature=section.temperature,
+            group=None if self._ranks is None else self._ranks.mesh.host_group,
         )
         self._probe.check(rollouts)
         if self._ranks is not None:  # before anything is decided by them

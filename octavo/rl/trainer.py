@@ -107,6 +107,7 @@ class Trainer:
         reference, ranks = build_reference(config, model), None
         if mesh.world_size > 1:
             ranks = Ranks.shard(config, mesh, model, reference)
+            progress.say(f"sharded over {mesh.world_size} ranks: {ranks.report.summary}")
         self.worker = RolloutWorker(config, model, tokenizer, task, progress, ranks)
         self.learner = Learner(model, config, reference, mesh)
         self.evaluator = build_evaluator(config, model, tokenizer, task, ranks)

@@ -186,7 +186,8 @@ class _Run:
                 first_step,
                 tensorboard=config.metrics.tensorboard,
                 failures=failures,
-                **(config.statistics.model_dump() if self.mesh.is_first else {}),
+                mesh=self.mesh,
+                **config.statistics.model_dump(),
             ) as statistics,
             stop_on_signals() as stop,
         ):

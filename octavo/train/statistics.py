@@ -7,6 +7,7 @@ from typing import IO, Any, Self
 
 import torch
 
+from octavo.distributed.mesh import ONE_PROCESS, Mesh
 from octavo.nn.statistics import STATS, TENSORS, StatisticsRow, TensorStatistics
 from octavo.run.atomic import write_atomic
 from octavo.run.metrics import read_rows
@@ -56,6 +57,7 @@ class RunStatistics:
     """TensorStatistics of a run, written as its steps end; a context manager. Does nothing where `every` is 0.
 
     Args:
+        mesh: the ranks, all of which have one; rows are of the micro-batches of all, and the first rank writes them.
         done_steps: steps before the first one; a step is known by how many are done with it, as in metrics.jsonl.
         every: see octavo.nn.statistics.TensorStatistics.
         start_step: the same.
@@ -80,8 +82,10 @@ class RunStatistics:
         tensors: Sequence[str] = (),
         stats: Sequence[str] = (),
         failures: WriteFailures | None = None,
+        mesh: Mesh = ONE_PROCESS,
     ) -> None:
         self._statistics: TensorStatistics | None = None
+        self._writer: StatisticsWriter | None = None
         if every == 0:
             return
         self._statistics = TensorStatistics(
@@ -93,14 +97,18 @@ class RunStatistics:
             start_step=start_step,
             end_step=end_step or None,
             first_step=done_steps + 1,
+            gather=mesh.gather_objects,
         )
-        self._writer = StatisticsWriter(directory, done_steps, tensorboard, failures or WriteFailures())
+        if mesh.is_first:
+            self._writer = StatisticsWriter(directory, done_steps, tensorboard, failures or WriteFailures())
 
     def step(self) -> None:
         """An optimizer step has ended."""
         if self._statistics is not None:
             self._statistics.step()
-            self._writer.write(self._statistics.rows())
+            rows = self._statistics.rows()
+            if self._writer is not None:
+                self._writer.write(rows)
 
     def __enter__(self) -> Self:
         return self
@@ -108,6 +116,7 @@ class RunStatistics:
     def __exit__(self, *_: object) -> None:
         if self._statistics is not None:
             self._statistics.close()
+        if self._writer is not None:
             self._writer.close()
 
 

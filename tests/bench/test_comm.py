@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.speed import comm
-from tests.distributed.ranks import run_ranks
+from tests.ranks import run_group
 
 
 def bench(rank: int, world: int) -> dict[str, Any]:
@@ -19,9 +19,9 @@ def bench(rank: int, world: int) -> dict[str, Any]:
 
 
 def test_every_size_has_a_row_of_every_call() -> None:
-    record = run_ranks(bench, 2)[0]
+    record = run_group(bench, 2)[0]
     times = {row["case"]: row for row in record["rows"] if row["metric"] == "time"}
-    assert len(times) == 2 * 14 and all(row["value"] > 0 for row in times.values())
+    assert len(times) == 2 * 16 and all(row["value"] > 0 for row in times.values())
     assert times["all_reduce_q, 0.05 MiB"]["peer"] == "all_reduce bf16" and record["commit"] == "abc"
     ratios = [row["case"] for row in record["rows"] if row["metric"] == "speedup"]
     assert len(ratios) == 2 * len(comm.PEERS)

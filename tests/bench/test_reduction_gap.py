@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from bench.training import reduction_gap as gap
 from bench.training.corpus import CorpusSettings
-from tests.distributed.ranks import run_ranks
+from tests.ranks import run_group
 
 SOURCES = (str(Path(gap.__file__).parents[1]),)
 
@@ -61,7 +61,7 @@ def bench(rank: int, _: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_every_variant_has_its_gap_and_a_cut_run_goes_on() -> None:
-    first, second = run_ranks(bench, 2)
+    first, second = run_group(bench, 2)
     losses = first["losses"]
     assert losses.keys() == set(gap.VARIANTS) and len(set(losses.values())) == len(losses)  # each computes otherwise
     assert max(losses.values()) - min(losses.values()) < 0.01 * min(losses.values())

@@ -13,7 +13,7 @@ from bench.record import Record
 from bench.speed.scale import __main__ as scale
 from bench.speed.scale.session import Session
 from octavo.distributed.mesh import Mesh
-from tests.distributed.ranks import run_ranks
+from tests.ranks import run_group
 
 
 def bench(rank: int, world: int) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def _fail_on(rank: int, failing: int) -> None:
 
 @pytest.mark.slow
 def test_every_part_has_its_rows() -> None:
-    first, second = run_ranks(bench, 2)
+    first, second = run_group(bench, 2)
     rows = {(row["case"].rpartition(": ")[2], row["metric"]): row for row in first["rows"]}
     times = {case for case, metric in rows if metric == "step time"}
     assert times >= {"one GPU alone", "2 GPUs, bf16 all-gather", "2 GPUs, FP8 all-gather", "2 GPUs"}  # layers, grpo

@@ -14,7 +14,8 @@ from octavo.distributed.fp8_hook import FP8HookState, fp8_hook
 from octavo.distributed.reduction_q import Member, StochasticFP8ReduceScatter
 from octavo.distributed.two_shot import all_reduce_q
 from octavo.testing.assertions import assert_bitwise
-from tests.distributed.ranks import run_ranks, sum_in_order, two_shots
+from tests.distributed.two_shots import sum_in_order, two_shots
+from tests.ranks import run_group
 
 BACKENDS = ["gloo", *([pytest.param("nccl", marks=pytest.mark.gpu)] if torch.cuda.device_count() > 1 else [])]
 STEPS = 4
@@ -68,7 +69,7 @@ def reduce_all(rank: int, world: int, *, device: str) -> dict[str, Any]:
 @functools.cache
 def results(backend: str) -> list[dict[str, Any]]:
     device = "cuda" if backend == "nccl" else "cpu"
-    return run_ranks(functools.partial(reduce_all, device=device), 2, backend)
+    return run_group(functools.partial(reduce_all, device=device), 2, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -15,7 +15,8 @@ from octavo.distributed.reduced_in_fp8 import reduced_in_fp8
 from octavo.errors import CheckpointError, ConfigError, DtypeError
 from octavo.testing.assertions import assert_bitwise
 from tests.assertions import assert_raises
-from tests.distributed.ranks import run_ranks, sum_in_order, two_shots
+from tests.distributed.two_shots import sum_in_order, two_shots
+from tests.ranks import run_group
 
 WORLDS = (2, 4)
 STEPS = 12
@@ -136,7 +137,7 @@ def gradients_of(ranks: list[dict[str, Any]], run: str) -> Iterator[tuple[str, l
 
 @pytest.fixture(scope="module", params=WORLDS)
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(runs, request.param)
+    return run_group(runs, request.param)
 
 
 def test_matrices_take_two_shots_and_the_rest_fp32(ranks: list[dict[str, Any]]) -> None:

@@ -14,7 +14,8 @@ from octavo.parallel.fp8_reduce_scatter import use_fp8_reduce_scatter
 from octavo.testing.assertions import assert_bitwise, assert_sqnr
 from octavo.testing.tolerances import STOCHASTIC_DB
 from tests.assertions import assert_raises
-from tests.distributed.ranks import run_ranks, sum_in_order
+from tests.distributed.two_shots import sum_in_order
+from tests.ranks import run_group
 
 WORLDS = (2, 4)
 MEMBERS = (Member(5, 1, False), Member(8, 256, True), Member(3, 7, False), Member(6, 100, True))  # 5, 3, 6: uneven
@@ -107,7 +108,7 @@ def runs(rank: int, world: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=WORLDS)
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(runs, request.param)
+    return run_group(runs, request.param)
 
 
 def matrices(gradients: list[torch.Tensor]) -> list[torch.Tensor]:

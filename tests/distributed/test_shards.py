@@ -1,7 +1,6 @@
 """Rows of DTensors on 2 ranks: where they begin, whole again in every bit, and an update on them; plain tensors too."""
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,8 +68,8 @@ def job(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(job, 2, Path(tmp_path_factory.mktemp("ranks")))
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(job, 2)
 
 
 def test_rows_are_torch_chunks(ranks: list[dict[str, Any]]) -> None:

@@ -15,7 +15,8 @@ from octavo.numerics.analysis import sqnr
 from octavo.testing.assertions import assert_bitwise
 from octavo.testing.tolerances import E4M3_NORMAL_DB, TWO_SHOT_DB
 from tests.assertions import assert_raises
-from tests.distributed.ranks import as_blocks, rounded, run_ranks, sum_in_order, two_shots
+from tests.distributed.two_shots import as_blocks, rounded, sum_in_order, two_shots
+from tests.ranks import run_group
 
 WORLDS = (2, 4)
 SHAPES = [(1,), (127,), (513,), (63, 431), (8, 1024), (0,), ()]
@@ -90,7 +91,7 @@ def collectives(rank: int, world: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=WORLDS)
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(collectives, request.param)
+    return run_group(collectives, request.param)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -1,5 +1,6 @@
 """The watchdog names a rank that does not come along, once, from one process."""
 
+import json
 import os
 import signal
 import time
@@ -70,34 +71,40 @@ def test_nothing_is_said_before_all_have_begun() -> None:
     dog.close()
 
 
-def stopped_rank(rank: int, folder: str) -> dict[str, Any]:
-    """Rank 1 stops itself, as a hung process does; the other ends within the timeout and knows whom it waited for."""
+def late_rank(rank: int, folder: str) -> None:
+    """Rank 1 is slow once, then it stops itself, as a hung process does, and the other ends within the timeout."""
     if rank == 1:
         Path(folder, "pid").write_text(str(os.getpid()))
     mesh = Mesh.from_config(ParallelSection(timeout_s=4), "cpu")
     said: list[str] = []
     assert mesh.watchdog is not None
     mesh.watchdog._report = said.append
-    mesh.at("step 1: backward")
+    mesh.at("step 1: forward")
+    mesh.barrier()
+    if rank == 1:
+        time.sleep(3.0)
+    else:
+        mesh.at("step 1: backward")
+    mesh.barrier()
+    num_said = len(said)
+    mesh.at("step 2: backward")
     mesh.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-        return {}
-    mesh.at("step 1: gradient norm")
+        return
+    mesh.at("step 2: gradient norm")
     began = time.monotonic()
     with pytest.raises(RuntimeError):  # gloo's own, which names nobody
         dist.all_reduce(torch.zeros(1))
-    waited = time.monotonic() - began
+    found = {"slow": said[:num_said], "hung": said[num_said:], "waited": time.monotonic() - began}
+    Path(folder, "0.json").write_text(json.dumps(found))
     os.kill(int(Path(folder, "pid").read_text()), signal.SIGKILL)
-    return {"said": said, "waited": waited}
 
 
-@pytest.mark.slow
-def test_a_hung_rank_is_named_before_the_timeout_ends_the_others(tmp_path: Path) -> None:
+def test_a_slow_rank_and_a_hung_one_are_named_before_the_timeout(tmp_path: Path) -> None:
     with pytest.raises(torch.multiprocessing.ProcessExitedException, match="SIGKILL"):
-        run_ranks(stopped_rank, 2, tmp_path, str(tmp_path))
-    import json
-
+        run_ranks(late_rank, 2, str(tmp_path))
     found = json.loads((tmp_path / "0.json").read_text())
-    assert len(found["said"]) == 1 and found["waited"] < 10.0
-    assert "rank 1 has not moved" in found["said"][0] and "'step 1: backward'" in found["said"][0]
+    assert found["waited"] < 10.0
+    for said, place in ((found["slow"], "step 1: forward"), (found["hung"], "step 2: backward")):
+        assert len(said) == 1 and "rank 1 has not moved" in said[0] and f"'{place}'" in said[0]

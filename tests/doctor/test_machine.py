@@ -178,8 +178,8 @@ def test_bad_input(quick, doctor):
         require_here("blockwize", CPU)
     code, out = doctor("blockwize")
     assert code == 2 and "is no checkpoint directory, no TOML file and no recipe" in " ".join(out.split())
-    for asked in (["--recipe", "blockwize"], ["--text", "abc"], ["--threshold", "20"], ["--set", "run.steps=1"]):
-        code, out = doctor(*asked)
+    for asked in ("--recipe blockwize", "--text abc", "--tokens 9", "--threshold 20", "--set run.steps=1"):
+        code, out = doctor(*asked.split())
         assert code == 2 and "go with a MODEL" in " ".join(out.split())
     code, out = doctor("bf16")
     assert code == 2 and "would run in FP8" in " ".join(out.split())

@@ -17,7 +17,14 @@ from octavo.doctor.ranks import check_ranks
 from octavo.errors import ConfigError
 from tests.ranks import run_ranks
 
-OF_A_MODEL = (["rowwise"], ["--recipe", "rowwise"], ["--text", "a"], ["--threshold", "9"], ["--set", "run.steps=1"])
+OF_A_MODEL = (
+    ["rowwise"],
+    ["--recipe", "rowwise"],
+    ["--text", "a"],
+    ["--tokens", "9"],
+    ["--threshold", "9"],
+    ["--set", "run.steps=1"],
+)
 
 
 def job(rank: int) -> dict[str, Any]:
@@ -32,8 +39,8 @@ def job(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(job, 2, tmp_path_factory.mktemp("ranks"))
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(job, 2)
 
 
 def test_ranks_that_agree_are_well(ranks: list[dict[str, Any]]) -> None:

@@ -219,7 +219,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
     CheckpointStore(folder / "old").save({"step": 1}, values(1), ModelExport(model()))
     save_model(model(), folder / "whole", max_shard_bytes=600_000)
     save_model(model(), folder / "codes", "fp8-block")
-    return folder, run_ranks(functools.partial(two_ranks, folder=folder), 2, folder)
+    return folder, run_ranks(functools.partial(two_ranks, folder=folder), 2)
 
 
 def test_checkpoint_of_one_process_is_read_by_two(two: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -356,7 +356,7 @@ def reshard(rank: int, root: Path, steps: tuple[int, int], seed: int, replicas: 
 def test_four_to_two_to_one_and_back_in_equal_bits(tmp_path: Path) -> None:
     root, expected = tmp_path / "run", values(3)
     for ranks, steps in ((4, (0, 1)), (2, (1, 2))):
-        assert all(run_ranks(functools.partial(reshard, root=root, steps=steps, seed=3), ranks, tmp_path))
+        assert all(run_ranks(functools.partial(reshard, root=root, steps=steps, seed=3), ranks))
     store = CheckpointStore(root, keep=9)
     checkpoint = store.find_latest()
     assert checkpoint is not None
@@ -365,7 +365,7 @@ def test_four_to_two_to_one_and_back_in_equal_bits(tmp_path: Path) -> None:
     store.save({"step": 3}, whole, ModelExport(model()))
     for ranks, steps, replicas in ((2, (3, 4), 1), (4, (4, 5), 2)):
         again = functools.partial(reshard, root=root, steps=steps, seed=3, replicas=replicas)
-        assert all(run_ranks(again, ranks, tmp_path))
+        assert all(run_ranks(again, ranks))
     models = [files_of(root / f"step-{step:08d}" / "model") for step in range(1, 6)]
     assert all(files == models[0] for files in models)
 
@@ -390,12 +390,11 @@ def save_and_die(rank: int, root: Path, is_async: bool) -> None:
     store.wait()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_async", [False, True])
 def test_rank_killed_in_a_save_leaves_the_step_before(tmp_path: Path, is_async: bool) -> None:
     root = tmp_path / "run"
     with pytest.raises((ProcessExitedException, ProcessRaisedException)):
-        run_ranks(functools.partial(save_and_die, root=root, is_async=is_async), 2, tmp_path)
+        run_ranks(functools.partial(save_and_die, root=root, is_async=is_async), 2)
     assert (tmp_path / "killed").exists()
     assert (root / "LATEST").read_text() == "step-00000002\n"
     found = CheckpointStore(root).find_latest()

@@ -264,8 +264,8 @@ def job(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(job, request.param, tmp_path_factory.mktemp("delayed"))
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(job, request.param)
 
 
 EQUAL = {"losses": 0, "grads": 0, "state": 0}

@@ -86,6 +86,7 @@ def job(rank: int) -> dict[str, Any]:
     with pytest.raises(ConfigError, match="was sharded with reduction='ordered'"):
         use_fp8_reduce_scatter(model)
     found["unused"] = refusal_of_unused(mesh)
+    found["converted"] = refusal_of_late_conversion(mesh)
     if mesh.world_size == 4:
         hsdp = Mesh.of_process_group(2, 2, "cpu")
         found["hsdp ordered"] = differences("blockwise", hsdp, "ordered")
@@ -121,9 +122,23 @@ def refusal_of_unused(mesh: Mesh) -> str:
     return str(error.value)
 
 
+def refusal_of_late_conversion(mesh: Mesh) -> list[str]:
+    """Where a linear is a unit of its own, and where it is a part of one."""
+    texts = []
+    for layers in (torch.nn.ModuleList([torch.nn.Linear(8, 8)]), torch.nn.Sequential(torch.nn.Linear(8, 8))):
+        model = torch.nn.Module()
+        model.layers = layers
+        shard(model, mesh)
+        nn.convert(model, "bf16")  # which replaces nothing
+        with pytest.raises(ConfigError) as error:
+            nn.convert(model, "blockwise")
+        texts.append(str(error.value))
+    return texts
+
+
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(job, request.param, tmp_path_factory.mktemp("ranks"))
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(job, request.param)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -152,12 +167,19 @@ def test_replicas_are_added_in_order_too(ranks: list[dict[str, Any]]) -> None:
 def test_a_rank_keeps_its_share(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert found["bf16"]["share"] == 1 / len(ranks)
-        assert found["bf16"]["units"] == ["layers.0", "layers.1", ""]
+        assert found["bf16"]["units"] == ("layers.0", "layers.1", "")
 
 
 def test_an_ordered_reduction_refuses_parameters_without_gradients(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert "unused.weight" in found["unused"] and "reduction='sum'" in found["unused"]
+
+
+def test_convert_after_sharding_is_refused(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert len(found["converted"]) == 2
+        for text in found["converted"]:
+            assert "layers.0 is sharded already" in text and "call octavo.convert first" in text
 
 
 def test_ordered_needs_fp32_parameters() -> None:

@@ -164,8 +164,8 @@ def job(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(job, WORLD, tmp_path_factory.mktemp("ranks"))
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(job, WORLD)
 
 
 def test_levels_and_switches_have_the_bits_of_one_process(ranks: list[dict[str, Any]]) -> None:

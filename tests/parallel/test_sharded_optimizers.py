@@ -276,7 +276,7 @@ def job(folder: Path, rank: int) -> Results:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     folder = tmp_path_factory.mktemp("ranks")
-    return run_ranks(functools.partial(job, folder), WORLD, folder)
+    return run_ranks(functools.partial(job, folder), WORLD)
 
 
 def of(ranks: list[Results], part: str) -> Iterator[Results]:

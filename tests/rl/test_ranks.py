@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 from octavo.errors import ConfigError, DataError, ExactnessError, NonFiniteError, OctavoError
 from octavo.integrations.config import to_toml
 from octavo.models import Decoder, Tokenizer
+from octavo.parallel import is_sharded
+from octavo.parallel.gather import gathers_codes
 from octavo.rl import learner, loop
 from octavo.rl.checkpoint import open_store
 from octavo.rl.config import RLConfig
@@ -33,11 +36,16 @@ from tests.rl.test_moe_replay import TwoTurns
 ORDERED = {"reduction": "ordered", "timeout_s": 60}
 OWN = ("timing_s/", "perf/", "engine/")  # a clock's, or of each rank's own cache
 EXPERTS = {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+BLOCKS = {"hidden_size": 256, "intermediate_size": 256, **HEADS}  # all whole on 2 ranks, some on 4
 INEXACT = {"exact": False, "correction": {"kind": "token_tis"}, "trainer": {"recipe": "bf16"}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "exact": {"algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01}},
+    "kept": {"trainer": {"keep_weights": True, "micro_batch_sequences": 3}},
+    "coded": {"model": BLOCKS, "parallel": {"all_gather_dtype": "fp8"}, "trainer": {"keep_weights": True}},
+    "lent": {"model": BLOCKS, "parallel": {"all_gather_dtype": "fp8"}, "rollout": {"keep_weights": False}},
     "turns": {"algorithm": {"filter_groups": True, "max_gen_batches": 2}, "rollout": {"keep_weights": False}},
-    "experts": {"model": EXPERTS},
+    "experts": {"model": EXPERTS, "trainer": {"micro_batch_sequences": 3}},
     "inexact": INEXACT | {"rollout": {"recipe": "blockwise", "keep_weights": False}},
 }
 SLOW = pytest.mark.slow
@@ -46,6 +54,7 @@ SLOW = pytest.mark.slow
 def config_of(folder: Path, num_ranks: int, name: str = "exact", **sections: Any) -> RLConfig:
     """Two mini-batches of 12 sequences in micro-batches that the ranks share; three prompts, which they do not."""
     fields = {**VARIANTS[name], **sections}
+    fields["parallel"] = {**VARIANTS[name].get("parallel", {}), **sections.get("parallel", {})}
     optimizer = {"lr": 1e-2, "weight_decay": 0.0, "max_grad_norm": 0.5}
     trainer = {"minibatches": 2, "micro_batch_sequences": {2: 8, 4: 3}[num_ranks], "optimizer": optimizer}
     rollout = {"prompts_per_step": 3, "samples_per_prompt": 8, **fields.pop("rollout", {})}
@@ -61,6 +70,7 @@ def task_of(name: str) -> EasyTask:
 def train(name: str, config: RLConfig, **keywords: Any) -> dict[str, Any]:
     result = loop.run(config, progress=False, task=task_of(name), **keywords)
     last = result.last_rollouts
+    assert gathers_codes(result.model) == (is_sharded(result.model) and config.parallel.all_gather_dtype == "fp8")
     return {
         "rewards": [result.heldout_reward_before, result.heldout_reward_after, *last.rewards.tolist()],
         "tokens": last.sequences,
@@ -129,9 +139,9 @@ def spoil_loss(rank: int, patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def spoil_logprobs(rank: int, patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    whole = learner.response_logprobs
+    whole = learner.packed_logprobs
     if rank == 1:
-        patch.setattr(learner, "response_logprobs", lambda *args: whole(*args) * torch.nan)
+        patch.setattr(learner, "packed_logprobs", lambda *args: whole(*args) * torch.nan)
     return {}
 
 
@@ -149,14 +159,34 @@ def judge_apart(rank: int, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {"task": Undecided(num_digits=1, heldout_share=0.3)}
 
 
+def break_method(
+    kind: type[EasyTask], method: str, num_calls: int, rank: int, patch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """The second rank's task raises once a method was called so often."""
+    whole, calls = getattr(kind, method), itertools.count()
+
+    def broken(*args: Any) -> Any:
+        if rank == 1 and next(calls) >= num_calls:
+            raise KeyError("no answer")
+        return whole(*args)
+
+    patch.setattr(kind, method, broken)
+    return {"task": kind(num_digits=1, heldout_share=0.3)}
+
+
 # name -> (what differs from a good run, the error, its text)
 Fault = tuple[Callable[[int, pytest.MonkeyPatch], dict[str, Any]] | dict[str, Any], type[OctavoError], str]
+RAISED = r"^rank 1: the {}.* raised KeyError: 'no answer'"
 REMOTE = {"name": "octavo-server", "url": "http://127.0.0.1:1"}
 FAULTS: dict[str, Fault] = {
     "loss": (spoil_loss, NonFiniteError, r"the first tensor to go bad: rank 1: the loss itself \(nan\)"),
     "logprobs": (spoil_logprobs, ExactnessError, "the trainer on rank 1's logprob is nan"),
     "engine": (fail_to_sample, EngineError, "rank 1 could not sample its share of the prompts: RuntimeError: no room"),
     "verifier": (judge_apart, DataError, r"its reward is \S+ on rank 0 and \S+ on rank 1"),
+    "evaluation": (partial(break_method, Undecided, "score", 0), DataError, RAISED.format(r"verifier .*, sample 0")),
+    "scoring": (partial(break_method, Undecided, "score", 7), DataError, RAISED.format(r"verifier .*, sample 2")),
+    "reset": (partial(break_method, TwoTurns, "reset", 6), DataError, RAISED.format(r"environment .*: reset")),
+    "turn": (partial(break_method, TwoTurns, "step", 3), DataError, RAISED.format(r"environment .*: step")),
     "remote": ({"engine": REMOTE}, ConfigError, "engine.name = 'octavo-server' is not supported on several ranks yet"),
     "lag": (INEXACT | {"asynchronous": {"max_policy_lag": 1}}, ConfigError, "asynchronous.max_policy_lag > 0 is not"),
     "history": (INEXACT | {"trainer": {"recipe": "delayed"}, "rollout": {"recipe": "bf16"}}, ConfigError, "'delayed'"),
@@ -186,7 +216,7 @@ def ranks(
     begun = config_of(folder / "begun", request.param)
     two_steps = begun.model_copy(update={"trainer": begun.trainer.model_copy(update={"steps": 2})})
     train("exact", two_steps.model_copy(update={"run": begun.run.model_copy(update={"checkpoint_every": 2})}))
-    return folder, run_ranks(job, request.param, folder, str(folder), request.param, list(VARIANTS))
+    return folder, run_ranks(job, request.param, str(folder), request.param, list(VARIANTS))
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "inexact"])
@@ -276,7 +306,7 @@ def judged_by_rank(rank: int, folder: str) -> str:
 
 @SLOW
 def test_a_verifier_of_two_minds_does_not_decide_how_much_is_sampled(tmp_path: Path) -> None:
-    one, other = run_ranks(judged_by_rank, 2, tmp_path, str(tmp_path / "run"))
+    one, other = run_ranks(judged_by_rank, 2, str(tmp_path / "run"))
     assert one == other
     assert re.match(r"DataError: step 1, sequence \d+ .*: its reward is 1.0 on rank 0 and 0.0 on rank 1; it must", one)
 

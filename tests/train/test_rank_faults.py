@@ -1,44 +1,17 @@
 """Faults of one rank among several, with real processes; the oracle is the run that nothing disturbs."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from octavo.run.metrics import read_metrics
 from octavo.train import train
-from tests.quiet import cores_alone
+from tests.faulty_ranks import start
 
 from .conftest import written
 from .test_ranks import config_of, summary
 
-LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-PLACES = ("forward", "gather", "backward", "gradient norm", "optimizer", "validation", "save")
-
-
-def start(
-    config: Path, fault: str, place: str, *, restarts: int = 0, rank: int = 1
-) -> subprocess.CompletedProcess[str]:
-    """The job under torchrun, whose rank fails once at a place."""
-    marker = config.with_suffix(f".{fault}")
-    command = [*LAUNCHER, "--max-restarts", str(restarts), "-m", "tests.train.faulty_ranks", str(config)]
-    root = str(Path(__file__).parents[2])
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-    with cores_alone():
-        ended = subprocess.run(
-            [*command, fault, str(rank), place, str(marker)],
-            capture_output=True,
-            text=True,
-            env=env,
-            cwd=config.parent,
-            timeout=180,
-            check=False,
-        )
-    assert marker.exists(), f"the fault never came:\n{ended.stderr[-4000:]}"
-    return ended
+PLACES = ("forward", "gather in step 2: forward", "backward", "gradient norm", "optimizer", "validation", "save")
 
 
 def write(corpus: Path, folder: Path, timeout_s: int = 60) -> Path:
@@ -95,13 +68,6 @@ def test_a_slow_rank_is_named_and_the_run_goes_on(corpus: Path, undisturbed: Pat
     assert ended.returncode == 0, ended.stderr[-4000:]
     assert "octavo: rank 1 has not moved" in ended.stderr
     assert summary(tmp_path / "run") == summary(undisturbed)
-
-
-@pytest.mark.slow
-def test_a_rank_out_of_memory_ends_all(corpus: Path, tmp_path: Path) -> None:
-    ended = start(write(corpus, tmp_path), "memory", "step 5: forward")
-    assert ended.returncode != 0 and "OutOfMemoryError" in ended.stderr
-    assert [row.step for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 
 from octavo.train.config import TrainConfig
 from octavo.train.memory_plan import describe_model, plan_memory
-from tests.distributed.ranks import run_ranks
+from tests.ranks import run_group
 
 WORLD, SEQ_LEN = 2, 16  # so few tokens that weights are most of what is held
 COMPACT = {"state_dtype": "fp8", "master_weights": "remainder"}
@@ -83,6 +83,6 @@ def most_allocated(config: TrainConfig, mesh: Any) -> int:
 
 
 def test_gathered_units_and_reductions_are_predicted() -> None:
-    for case, seen in zip(CASES, run_ranks(observe, 1)[0], strict=True):
+    for case, seen in zip(CASES, run_group(observe, 1)[0], strict=True):
         loss, backward = plan_memory(configure(*case))._sharded_moments()
         assert max(loss, backward) == pytest.approx(seen, rel=0.01), case

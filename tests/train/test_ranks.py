@@ -9,12 +9,14 @@ from octavo.errors import ConfigError, DataError
 from octavo.run.metrics import read_metrics
 from octavo.train import train
 from octavo.train.config import TrainConfig
+from octavo.train.statistics import STATISTICS_FILE, read_statistics
 from tests.ranks import run_ranks
 
 from .conftest import build_config
 
 ORDERED = {"reduction": "ordered", "timeout_s": 60}
 RECIPES = ("blockwise", "delayed")
+STATISTICS = {"every": 2, "tensors": ["activation", "weight", "gradient", "wgrad"]}
 COMPACT = {"state_dtype": "fp8"}
 EXPERTS = {"family": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SIZES = {"hidden_size": 128, "intermediate_size": 256}  # whole blocks on each of two ranks
@@ -41,8 +43,9 @@ def job(rank: int, corpus: str, folder: str) -> dict[str, Any]:
         config = config_of(Path(corpus), Path(folder, recipe), recipe, parallel=ORDERED)
         result = train(config, progress=False)
         found[recipe] = [result.step, len(result.rows), str(result.checkpoint)]
-    experts = config_of(Path(corpus), Path(folder, "experts"), "blockwise", steps=3, parallel=ORDERED, model=EXPERTS)
-    train(experts, progress=False)
+    experts = {"model": EXPERTS, "statistics": STATISTICS}
+    config = config_of(Path(corpus), Path(folder, "experts"), "blockwise", steps=3, parallel=ORDERED, **experts)
+    train(config, progress=False)
     coded = {**ORDERED, "all_gather_dtype": "fp8"}
     train(config_of(Path(corpus), Path(folder, "coded"), "blockwise", parallel=coded, model=SIZES), progress=False)
     compact = config_of(
@@ -82,7 +85,7 @@ def ranks(request: pytest.FixtureRequest, corpus: Path, folder: Path) -> tuple[P
     own = folder / f"of-{request.param}"
     own.mkdir()
     train(config_of(corpus, own / "compact", "blockwise", steps=3, optimizer=COMPACT), progress=False)
-    return own, run_ranks(job, request.param, own, str(corpus), str(own))
+    return own, run_ranks(job, request.param, str(corpus), str(own))
 
 
 def one_process(corpus: Path, folder: Path, name: str, recipe: str = "blockwise", **settings: Any) -> Path:
@@ -128,16 +131,23 @@ def test_ranks_go_on_with_compact_state_of_one_process(
     assert [row[:4] for row in summary(own / "compact")] == [row[:4] for row in summary(one)]
 
 
-def test_experts_have_the_bits_of_one_process_and_the_routers_metrics_of_all_ranks(
+def test_experts_have_the_bits_of_one_process_and_metrics_and_statistics_of_all_ranks(
     corpus: Path, folder: Path, ranks: tuple[Path, list[dict[str, Any]]]
 ) -> None:
     own, _ = ranks
-    one = one_process(corpus, folder, "experts", steps=3, model=EXPERTS)
+    one = one_process(corpus, folder, "experts", steps=3, model=EXPERTS, statistics=STATISTICS)
     assert summary(own / "experts") == summary(one)
     for mine, theirs in zip(*(read_metrics(path / "metrics.jsonl") for path in (own / "experts", one)), strict=True):
         routers = {key: value for key, value in theirs.as_dict().items() if key.startswith("router_")}
         assert len(routers) >= 6
         assert {key: getattr(mine, key) for key in routers} == pytest.approx(routers, rel=1e-12)
+    ours, theirs = (
+        {(row.pop("step"), row.pop("layer"), row.pop("tensor")): row for row in read_statistics(path / STATISTICS_FILE)}
+        for path in (own / "experts", one)
+    )
+    assert ours.keys() == theirs.keys() and {step for step, *_ in theirs} == {2}
+    for key, row in theirs.items():
+        assert ours[key] == pytest.approx(row, rel=1e-9), key  # fp64 sums in another order
 
 
 def test_codes_on_the_wire_change_no_bit(corpus: Path, folder: Path, ranks: tuple[Path, list[dict[str, Any]]]) -> None:

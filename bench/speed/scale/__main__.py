@@ -12,14 +12,15 @@ from bench.program import Program
 from bench.record import Record
 from bench.speed.scale import __doc__ as DOC
 from bench.speed.scale.ddp import ddp
-from bench.speed.scale.grpo import grpo
+from bench.speed.scale.grpo import grpo, grpo_quick
 from bench.speed.scale.layers import layers18, layers36
 from bench.speed.scale.reductions import reductions
 from bench.speed.scale.saving import save
 from bench.speed.scale.session import Session
 from octavo.distributed.mesh import Mesh, ParallelSection
 
-PARTS = {part.__name__: part for part in (layers18, layers36, ddp, reductions, save, grpo)}
+PARTS = {part.__name__: part for part in (layers18, layers36, ddp, reductions, save, grpo, grpo_quick)}
+_DEFAULT = [name for name in PARTS if name != "grpo_quick"]
 
 
 def main(arguments: list[str] | None = None, mesh: Mesh | None = None) -> int:
@@ -30,6 +31,7 @@ def main(arguments: list[str] | None = None, mesh: Mesh | None = None) -> int:
     """
     parser = Program("bench.speed.scale", DOC)
     parser.add_argument("--only", action="append", choices=PARTS, default=[], help="this part; repeatable")
+    parser.add_argument("--profile", action="store_true", help="print the top operations of one step more (grpo)")
     parser.add_argument("--toy", action="store_true", help="sizes for a CPU")
     parser.add_argument("--save-dir", type=Path, help="where checkpoints are written to; --out's folder by default")
     options = parser.parse(arguments)
@@ -53,10 +55,16 @@ def main(arguments: list[str] | None = None, mesh: Mesh | None = None) -> int:
     torch.manual_seed(0)  # a checkpoint's random-number state is one for all ranks
     save_dir = options.save_dir or options.out or Path("runs")
     session = Session(
-        mesh, Record("scale", what, device=options.device), options.toy, save_dir, options.out, options.commit
+        mesh,
+        Record("scale", what, device=options.device),
+        options.toy,
+        save_dir,
+        options.out,
+        options.commit,
+        options.profile,
     )
     for name, part in PARTS.items():
-        if options.only and name not in options.only:
+        if name not in (options.only or _DEFAULT):
             continue
         began = time.perf_counter()
         part(session)

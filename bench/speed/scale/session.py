@@ -49,6 +49,7 @@ class Session:
         save_dir: where checkpoints are written to.
         out: folder of the record; None for nowhere.
         commit: of the tree that is measured; None asks git.
+        profiles: print what takes longest in one step of the parts that can tell.
     """
 
     mesh: Mesh
@@ -57,6 +58,7 @@ class Session:
     save_dir: Path
     out: Path | None = None
     commit: str | None = None
+    profiles: bool = False
     complaints: list[str] = dataclasses.field(default_factory=list)
 
     @property

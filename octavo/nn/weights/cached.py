@@ -75,7 +75,7 @@ class CachedWeight(WeightSource):
             return self._quantize(weight, plan, observe)
         self._start(weight, plan.recipe, observe)
         if self._forward is not None:
-            self._watch.look(weight, self.full_name)
+            self._watch.look((weight,), self.full_name)
             return self._forward
         return self._keep(self._quantize(weight, plan, observe, self._out_buffer_for(weight, plan.recipe)))
 
@@ -96,7 +96,7 @@ class CachedWeight(WeightSource):
         if self._forward is None and self.prequantizes:
             self._quantize_both(weight, plan)
         elif self._forward is not None and len(self._forward) == 1:
-            self._watch.look(weight, self.full_name)
+            self._watch.look((weight,), self.full_name)
         held = self._forward
         return held[0][1] if held is not None and len(held) == 1 else self.whole(weight, plan, observe=True)
 
@@ -160,7 +160,7 @@ class CachedWeight(WeightSource):
         self.release()
         count_optimizer_steps()
         self._weight, self._key, self._observed = weakref.ref(weight), key, observe
-        self._watch.begin(weight, (self.version, key[1][0]))
+        self._watch.begin((weight,), (self.version, key[1][0]))
 
     def _is_of(self, weight: torch.Tensor, recipe: Recipe) -> bool:
         """Whether codes are held of a weight that a forward saved: it may be an alias, which knows of no optimizer."""
@@ -227,7 +227,7 @@ class CachedWeight(WeightSource):
         state = weight_state(weight)
         self._key = (self.version, state, recipe)
         self._is_prequantized = self.has_waited = False
-        self._watch.begin(weight, (self.version, state[0]))
+        self._watch.begin((weight,), (self.version, state[0]))
         self.is_scaled = self.is_scaled or recipe.has_state
 
     def _out_buffer_for(self, weight: torch.Tensor, recipe: Recipe) -> Operands | None:

@@ -1,11 +1,10 @@
 """The sources of weights that are no octavo Linear's: torch's own parameters under octavo.autocast."""
 
-import sys
-
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from octavo.distributed.amax import has_ranks
+from octavo.distributed.torch_private import has_fsdp
 from octavo.nn.weights.cached import CachedWeight, TransientWeight
 
 _sources = WeakIdKeyDictionary()  # a source holds its weight weakly and goes with it
@@ -38,4 +37,4 @@ def drop_plain_sources() -> None:
 
 def may_be_gathered() -> bool:
     """Whether parameters of torch's own modules may be freed and gathered: FSDP2 is loaded, and there are ranks."""
-    return "torch.distributed.fsdp._fully_shard" in sys.modules and has_ranks()
+    return has_fsdp() and has_ranks()

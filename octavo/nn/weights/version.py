@@ -2,6 +2,7 @@
 
 import itertools
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -29,8 +30,13 @@ class _OptimizerSteps:
 
     def _add(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.count += 1
-        for model in list(self._models.values()):
-            model.note_step(optimizer)
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        stepped = [model for model in list(self._models.values()) if model.note_step(held)]
+        kinds: dict[type[ModelState], list[ModelState]] = {}
+        for model in stepped:
+            kinds.setdefault(type(model), []).append(model)
+        for kind, of_kind in kinds.items():
+            kind.end_step(of_kind)
 
 
 _optimizer_steps = _OptimizerSteps()
@@ -71,15 +77,16 @@ class ModelState:
         self._model, self._num_steps = weakref.ref(model), 0
         _optimizer_steps.tell(self)
 
-    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Some optimizer has stepped."""
-        self._num_steps += self._is_of(optimizer)
-
-    def _is_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer holds a parameter of the model."""
+    def note_step(self, held: set[int]) -> bool:
+        """Some optimizer has stepped, which holds parameters of these ids; whether any is of the model."""
         model = self._model()
-        own = set() if model is None else {id(parameter) for parameter in model.parameters()}
-        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        is_own = model is not None and any(id(parameter) in held for parameter in model.parameters())
+        self._num_steps += is_own
+        return is_own
+
+    @classmethod
+    def end_step(cls, stepped: "Sequence[ModelState]") -> None:
+        """An optimizer's step is over, and these are all of this class that it was of."""
 
     def now(self) -> tuple[int, list[tuple[int, int]]]:
         """Equal to what it was as long as no weight has changed."""

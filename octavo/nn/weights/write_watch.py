@@ -1,5 +1,7 @@
 """Notices that a weight was written unseen, so that the FP8 codes that a linear keeps of it are stale."""
 
+from collections.abc import Sequence
+
 import torch
 
 from octavo.errors import StaleCodesError
@@ -8,13 +10,13 @@ from octavo.nn.weights.version import num_optimizer_steps
 
 
 class WriteWatch:
-    """Notices that a weight was written unseen (through .data) while codes of its older values are still in use.
+    """Notices that a weight, or one of several, was written unseen (through .data) while older codes are still in use.
 
-    A sum over some 4,096 elements' bits, evenly spread, is taken when codes are made and compared when they are used
-    again, in the first MOST_STEPS steps in which the weight is used: a step ends with any optimizer's, or with another
-    version of the weight. Of one step's uses the first MOST_USES count, and then every MOST_USES-th. Afterwards nothing
-    is taken or compared. On a GPU nothing waits for the answer: it is copied to the host and read at a later use.
-    docs/adr/0010 has the costs.
+    A sum over some 4,096 elements' bits of each, evenly spread, is taken when codes are made and compared when they are
+    used again, in the first MOST_STEPS steps in which the weights are used: a step ends with any optimizer's, or with
+    another version of a weight. Of one step's uses the first MOST_USES count, and then every MOST_USES-th. Afterwards
+    nothing is taken or compared. On a GPU nothing waits for the answer: it is copied to the host and read at a later
+    use. docs/adr/0010 has the costs.
     """
 
     MOST_STEPS, MOST_USES, SAMPLE = 100, 100, 4096
@@ -25,18 +27,18 @@ class WriteWatch:
         self._made: torch.Tensor | None = None  # the sum of the weight that the codes are of
         self._answer: tuple[torch.Tensor, torch.cuda.Event] | None = None  # whether it differed, once the event is over
 
-    def begin(self, weight: torch.Tensor, version: tuple[int, int]) -> None:
-        """New codes are about to be made of this version of a weight: the module's count, and torch's."""
+    def begin(self, weights: Sequence[torch.Tensor], version: tuple[int, int]) -> None:
+        """New codes are about to be made of this version of some weights: the modules' count, and torch's."""
         self._made = self._answer = None
-        if self._is_over(version) or not _can_watch(weight):
+        if self._is_over(version) or not all(map(_can_watch, weights)):
             return
-        self._made = self._sum(weight)
+        self._made = self._sum(weights)
 
-    def look(self, weight: torch.Tensor, name: str = "") -> None:
+    def look(self, weights: Sequence[torch.Tensor], name: str = "") -> None:
         """The codes are about to be used again.
 
         Raises:
-            StaleCodesError: the weight is another than the one that they were made of.
+            StaleCodesError: a weight is another than the one that they were made of.
         """
         made = self._made
         if made is None:
@@ -45,11 +47,11 @@ class WriteWatch:
             self._made = self._answer = None
         elif self._num_uses > self.MOST_USES and self._num_uses % self.MOST_USES:
             return
-        elif not weight.is_cuda:
-            if bool(self._sum(weight) != made):
-                raise stale_codes([name or f"a weight of shape {tuple(weight.shape)}"])
+        elif not weights[0].is_cuda:
+            if bool(self._sum(weights) != made):
+                raise stale_codes([name or f"a weight of shape {tuple(weights[0].shape)}"])
         elif not is_capturing():
-            self._look_later(weight, made, name)
+            self._look_later(weights, made, name)
 
     def _is_over(self, version: tuple[int, int]) -> bool:
         """Count a use, and the step where it is another; returns whether these were MOST_STEPS already."""
@@ -62,21 +64,24 @@ class WriteWatch:
         self._num_uses += 1
         return self._num_steps > self.MOST_STEPS
 
-    def _look_later(self, weight: torch.Tensor, made: torch.Tensor, name: str) -> None:
+    def _look_later(self, weights: Sequence[torch.Tensor], made: torch.Tensor, name: str) -> None:
         if self._answer is not None and not self._answer[1].query():
             return
         if self._answer is not None and bool(self._answer[0]):
-            raise stale_codes([name or f"a weight of shape {tuple(weight.shape)}"])
+            raise stale_codes([name or f"a weight of shape {tuple(weights[0].shape)}"])
         differs = torch.empty((), dtype=torch.bool, pin_memory=True)
-        differs.copy_(self._sum(weight) != made, non_blocking=True)
+        differs.copy_(self._sum(weights) != made, non_blocking=True)
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(weight.device))
+        event.record(torch.cuda.current_stream(weights[0].device))
         self._answer = differs, event
 
-    def _sum(self, weight: torch.Tensor) -> torch.Tensor:
-        bits = weight.detach().view(torch.int16 if weight.element_size() == 2 else torch.int32).reshape(-1)
-        step = max(1, bits.numel() // self.SAMPLE) | 1  # odd, so that no column is left out
-        return bits[::step].sum(dtype=torch.int64)
+    def _sum(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        samples = []
+        for weight in weights:
+            bits = weight.detach().view(torch.int16 if weight.element_size() == 2 else torch.int32).reshape(-1)
+            step = max(1, bits.numel() // self.SAMPLE) | 1  # odd, so that no column is left out
+            samples.append(bits[::step])
+        return (samples[0] if len(samples) == 1 else torch.cat(samples)).sum(dtype=torch.int64)
 
 
 def _can_watch(weight: torch.Tensor) -> bool:

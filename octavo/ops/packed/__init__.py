@@ -5,6 +5,9 @@ views into one buffer, so pieces are apart by more than their sizes. Every op wr
 whose pieces are contiguous.
 """
 
+import importlib
+from types import ModuleType
+
 import torch
 
 from octavo.errors import ShapeError
@@ -12,7 +15,7 @@ from octavo.ops._runtime.registry import kernel_or_reference, register
 from octavo.ops.packed import reference
 from octavo.ops.packed.reference import BLOCK
 
-__all__ = ["BLOCK", "decode_pieces_", "quantize_pieces_", "requantize_pieces_", "round_pieces_"]
+__all__ = ["BLOCK", "decode_pieces_", "kernels", "quantize_pieces_", "requantize_pieces_", "round_pieces_"]
 
 
 def _register(name: str, schema: str) -> object:
@@ -115,6 +118,11 @@ def decode_pieces_(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor)
     _check(out, codes[::num_summed], scales[::num_summed])
     if out.numel():
         _decode(codes, scales, out)  # type: ignore[operator]
+
+
+def kernels() -> ModuleType:
+    """The launchers, for pieces that lie apart in the memory of several GPUs: those no reference reaches."""
+    return importlib.import_module("octavo.ops.packed.triton")
 
 
 def _check(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -84,7 +85,8 @@ class DealtEngine(EmbeddedEngine):
         self._refuse(answers)
         self._stats = [answer.stats for answer in answers]
         self._seconds = [old + answer.seconds for old, answer in zip(self._seconds, answers, strict=True)]
-        return [generation for answer in answers for generation in answer.generations]
+        found = [generation for answer in answers for generation in answer.generations]
+        return _with_numbers(found, lambda _, numbers: list(numbers))
 
     def _answer(self, prompts: Sequence[Prompt], spec: SamplingSpec, num_before: int) -> _Answer:
         """Sample this rank's share of the prompts; what goes wrong is told to the others, who wait."""
@@ -99,6 +101,7 @@ class DealtEngine(EmbeddedEngine):
                 found = super().generate(prompts[first:stop], spec)
             except Exception as caught:
                 error = f"{type(caught).__name__}: {caught}"
+            found = _with_numbers(found, array)
             return _Answer(digest, found, error, super().stats(), time.perf_counter() - began)
 
     def _refuse(self, answers: list[_Answer]) -> None:
@@ -138,3 +141,22 @@ class DealtEngine(EmbeddedEngine):
         """Counters of all ranks together after the last batch, and the seconds of the fastest and the slowest rank."""
         sums = {name: sum(found[name] for found in self._stats) for name in self._stats[0]}
         return sums | {"sampling_s_min": min(self._seconds), "sampling_s_max": max(self._seconds)}
+
+
+def _with_numbers(found: list[Generation], make: Callable[[str, Sequence[Any]], Any]) -> list[Generation]:
+    """Completions with other sequences for their tokens' numbers: arrays travel several times as fast as lists."""
+    return [
+        dataclasses.replace(
+            generation,
+            completions=[
+                dataclasses.replace(
+                    each,
+                    token_ids=make("q", each.token_ids),
+                    logprobs=make("d", each.logprobs),
+                    weight_versions=make("q", each.weight_versions),
+                )
+                for each in generation.completions
+            ],
+        )
+        for generation in found
+    ]

@@ -16,6 +16,9 @@ SEED = torch.zeros((), dtype=torch.int32)
 X = torch.zeros(2, 8192, dtype=torch.bfloat16)
 
 
+APART = torch.zeros(2, dtype=torch.int64)
+
+
 def calls() -> dict[str, Callable[[], object]]:
     (codes, scales), (one_codes, one_scales) = buffer(2, 64), buffer(1, 64)
     return {
@@ -27,6 +30,15 @@ def calls() -> dict[str, Callable[[], object]]:
             codes, scales, one_codes, one_scales, True, X[:1]
         ),
         "decode": lambda: kernels.decode_pieces(codes, scales, X),
+        "quantize apart": lambda: kernels.quantize_pieces(X, one_codes, one_scales, None, APART, 1),
+        "quantize apart with residual": lambda: kernels.quantize_pieces(X, one_codes, one_scales, X, APART, 2),
+        "requantize apart": lambda: kernels.requantize_pieces(
+            one_codes, one_scales, one_codes, one_scales, True, X[:1], APART, APART
+        ),
+        "requantize eight apart": lambda: kernels.requantize_pieces(
+            one_codes, one_scales, one_codes, one_scales, True, None, APART.repeat(4), APART.repeat(4)
+        ),
+        "decode apart": lambda: kernels.decode_pieces(one_codes, one_scales, X, APART, 1),
         "sum": lambda: kernels.decode_pieces(codes, scales, X[:1]),
     }
 

@@ -10,6 +10,8 @@ from bench.speed.quantize import VARIANTS
 from octavo.numerics import Scaling
 from octavo.numerics.scaling import BLOCK_SIZES
 from octavo.ops.quantize import triton as kernels
+from octavo.ops.quantize.many import MatrixBatch
+from octavo.ops.quantize.many import triton as many_kernels
 from octavo.ops.quantize.transpose import triton as transpose_kernels
 from tests.ops.compiled import Launch, assert_moves_16_bytes, compiled, launched
 
@@ -112,3 +114,21 @@ def test_transposed_codes_compile_for_hopper() -> None:
 
     for launch in launched(transpose_all):
         compiled(launch)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_many_matrices_compile_for_hopper(dtype: torch.dtype) -> None:
+    def quantize_all(shapes: list[tuple[int, int]]) -> None:
+        matrices = [torch.empty(shape, dtype=dtype) for shape in shapes]
+        many_kernels.quantize(MatrixBatch(matrices, Scaling.block_128x128()), None, None)
+        batch, known = MatrixBatch(matrices, Scaling.per_tensor()), torch.ones(len(shapes))
+        many_kernels.quantize(batch, known, None)
+        many_kernels.quantize(batch, known, [torch.zeros(1)] * len(shapes))
+        many_kernels.fold_amaxes(batch, torch.zeros(len(shapes)))
+
+    for launch in launched(lambda: quantize_all(SHAPES[:1] * 2), 4):
+        check(launch, 90, E4M3)
+        if "amax_" not in str(launch):
+            assert_moves_16_bytes(launch, launch.compile().ptx)
+    for launch in launched(lambda: quantize_all(SHAPES[1:]), 4):
+        check(launch, 90, E4M3)

@@ -9,7 +9,7 @@ import torch
 from octavo.errors import ShapeError
 from octavo.numerics import get_recipe
 from octavo.numerics.delayed import update_delayed
-from octavo.ops.quantize.delayed import update_delayed_
+from octavo.ops.quantize.delayed import Histories, update_delayed_
 from octavo.testing import assert_bitwise
 from octavo.testing.interpreter import is_interpreting
 from tests.assertions import assert_raises
@@ -54,6 +54,37 @@ def test_in_place_step(case, length, overrides, generator, device):
     assert_bitwise(got_scale.cpu(), want_scale)
 
 
+@pytest.mark.parametrize("rows", ["own", "of all ranks"])
+def test_many_linears_in_one_launch(rows, generator, device):
+    recipe = get_recipe("delayed")
+    histories = [
+        case(torch.rand(length, num, generator=generator))
+        for case in CASES.values()
+        for length, num in ((3, 3), (16, 4), (9, 5))
+    ]
+    scales = [torch.rand(h.shape[1], generator=generator) + 0.5 for h in histories]
+    staged = [h[0].clone() if rows == "own" else h[0] * 2 for h in histories]
+    want = [
+        expected(torch.cat([row[None], h[1:]]), s, recipe) for h, s, row in zip(histories, scales, staged, strict=True)
+    ]
+    histories, scales = [h.to(device) for h in histories], [s.to(device) for s in scales]
+    staged = (
+        [h[0] for h in histories] if rows == "own" else list(torch.cat(staged).to(device).split([*map(len, staged)]))
+    )
+    if is_interpreting() and device.type == "cpu":
+        from octavo.ops.quantize.delayed import triton
+        from octavo.testing.interpreter import correct_interpreter
+
+        correct_interpreter()
+        limits = (recipe.input.fp8_max, recipe.grad_output.fp8_max)
+        triton.update_many(triton.Table(histories, scales, staged), *limits, 0, False)
+    else:
+        Histories(recipe, histories, scales, staged).update_()
+    for history, scale, (want_history, want_scale) in zip(histories, scales, want, strict=True):
+        assert_bitwise(scale.cpu(), want_scale)
+        assert_bitwise(history.cpu(), want_history)
+
+
 def test_callables_run_as_torch_code(generator, device):
     recipe = get_recipe("delayed", amax_compute_algo=lambda history: history.mean(dim=0))
     history, scale = torch.rand(6, 3, generator=generator), torch.ones(3)
@@ -75,6 +106,8 @@ def test_compiles_for_hopper_without_spills(slots):
     from octavo.testing.compile import record_launches
 
     with record_launches() as found:
-        triton.update(torch.zeros(1024, slots), torch.ones(slots), 448.0, 57344.0, 0, False)
-    report = found[0].compile()
-    assert report.spill_bytes == 0 and report.stack_bytes == 0
+        history, scale = torch.zeros(1024, slots), torch.ones(slots)
+        triton.update(history, scale, 448.0, 57344.0, 0, False)
+        triton.update_many(triton.Table([history], [scale], [history[0]]), 448.0, 57344.0, 0, False)
+    for report in (launch.compile() for launch in found):
+        assert report.spill_bytes == 0 and report.stack_bytes == 0

@@ -1,6 +1,8 @@
 """The step of delayed scaling in place: scales from the amax history, and the history rolled, in one launch."""
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -11,7 +13,7 @@ from octavo.numerics.recipe import Recipe
 from octavo.ops._runtime.registry import register
 from octavo.ops.quantize.delayed import reference
 
-__all__ = ["update_delayed_"]
+__all__ = ["Histories", "update_delayed_"]
 
 
 @functools.cache
@@ -55,11 +57,59 @@ def update_delayed_(history: torch.Tensor, quant_scale: torch.Tensor, recipe: Re
             f"quant_scale must have shape ({history.shape[-1]},), one a column of the history, got "
             f"{tuple(quant_scale.shape)} and history {tuple(history.shape)}"
         )
-    delayed = recipe.delayed
-    forward_max = format_of(recipe.input.dtype).max
-    grad_max = format_of((recipe.grad_output or recipe.input).dtype).max
-    if callable(delayed.amax_compute_algo) or delayed.scaling_factor_compute_algo is not None:
-        reference.update_with(recipe, history, quant_scale, forward_max, grad_max)
+    if _is_own(recipe):
+        reference.update_with(recipe, history, quant_scale, *_limits(recipe))
         return
-    most_recent = delayed.amax_compute_algo == "most_recent"
-    _op(history, quant_scale, forward_max, grad_max, delayed.margin, most_recent)
+    _op(history, quant_scale, *_limits(recipe), recipe.delayed.margin, _is_most_recent(recipe))
+
+
+class Histories:
+    """The state of several linears with one recipe on one device, for a step of all of them in one launch.
+
+    Args:
+        recipe: with delayed scaling.
+        histories: as update_delayed_'s.
+        quant_scales: as update_delayed_'s.
+        staged: [n] fp32 for each, which its step takes for row 0 of its history; it may be that row.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        histories: Sequence[torch.Tensor],
+        quant_scales: Sequence[torch.Tensor],
+        staged: Sequence[torch.Tensor],
+    ) -> None:
+        self._recipe = recipe
+        self._each = list(zip(histories, quant_scales, staged, strict=True))
+        self._table: Any = None
+
+    def update_(self) -> None:
+        """The step of each, in place; bits as update_delayed_'s."""
+        recipe, longest = self._recipe, max(len(history) for history, *_ in self._each)
+        assert recipe.delayed is not None, f"recipe {recipe.name!r} has no amax history"
+        is_one = self._each[0][0].is_cuda and not _is_own(recipe) and not env.force_reference()
+        if is_one and longest <= _kernels().MAX_HISTORY:
+            self._table = self._table or _kernels().Table(*zip(*self._each, strict=True))
+            _kernels().update_many(self._table, *_limits(recipe), recipe.delayed.margin, _is_most_recent(recipe))
+            return
+        for history, quant_scale, staged in self._each:
+            if staged.data_ptr() != history.data_ptr():
+                history[0].copy_(staged)
+            update_delayed_(history, quant_scale, recipe)
+
+
+def _is_own(recipe: Recipe) -> bool:
+    """Whether a rule is a callable of the user's."""
+    assert recipe.delayed is not None, f"recipe {recipe.name!r} has no amax history"
+    return callable(recipe.delayed.amax_compute_algo) or recipe.delayed.scaling_factor_compute_algo is not None
+
+
+def _is_most_recent(recipe: Recipe) -> bool:
+    return recipe.delayed is not None and recipe.delayed.amax_compute_algo == "most_recent"
+
+
+def _limits(recipe: Recipe) -> tuple[float, float]:
+    """The largest value of a forward operand's format and of the gradient's."""
+    assert recipe.input is not None, f"recipe {recipe.name!r} has no amax history"
+    return format_of(recipe.input.dtype).max, format_of((recipe.grad_output or recipe.input).dtype).max

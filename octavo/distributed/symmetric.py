@@ -1,0 +1,277 @@
+"""Memory of the GPUs of one host that each rank reads and writes directly: two_shot.py's way without NCCL.
+
+The only file that uses torch's symmetric memory, of which it takes peers' addresses and a barrier, no multicast.
+"""
+
+import dataclasses
+import logging
+import socket
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from octavo import env
+from octavo.distributed.packed import Packed
+from octavo.ops.packed import BLOCK
+
+T = TypeVar("T")
+Way = Literal["push", "pull", "copy"]
+
+MAX_RANKS = 8
+# Elements that travel together: a workspace is as large as what came so far, in these bounds.
+MIN_NUMEL, MAX_NUMEL = 16 << 20, 256 << 20
+_BLOCK_BYTES = BLOCK + 4
+_ALIGNED_BLOCKS = 32  # whose bytes are a multiple of 128
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # two containers of a host may share its name
+
+logger = logging.getLogger(__name__)
+
+
+class ExchangePlan(NamedTuple):
+    """How an exchange runs; none changes a bit.
+
+    Attributes:
+        ways: of both shots: who writes codes pushes them into the readers' memory, who reads pulls them, or copy
+            engines carry them in between.
+        max_programs: wide programs of a kernel at most; 0 for as many narrow ones as there is work for.
+    """
+
+    ways: tuple[Way, Way]
+    max_programs: int = 0
+
+
+ALONE = ExchangePlan(("push", "push"))
+BACKGROUND = ExchangePlan(("copy", "copy"), 32)  # beside a backward, whose kernels want the multiprocessors
+
+
+@dataclasses.dataclass(frozen=True)
+class Shot:
+    """How pieces get from one rank to another.
+
+    Attributes:
+        write: int64, bytes from a workspace's first slot to where each piece is written.
+        read: int64, to where each piece is read, by rank.
+        copies: (target, source) of what is copied in between, each a slot.
+    """
+
+    write: torch.Tensor
+    read: torch.Tensor
+    copies: list[tuple[torch.Tensor, torch.Tensor]]
+
+    def copy(self, num_bytes: int) -> None:
+        """Send the first bytes of each slot, by the copy engines."""
+        for target, source in self.copies:
+            target[:num_bytes].copy_(source[:num_bytes])
+
+
+class Shared(NamedTuple):
+    """A buffer on each rank that all of them read and write.
+
+    Attributes:
+        buffers: [bytes] uint8 of each rank, this one's too, by rank; as long on all of them.
+        rank: this one.
+        barrier: orders what all ranks do before it before what they do after it, in their current streams.
+    """
+
+    buffers: list[torch.Tensor]
+    rank: int
+    barrier: Callable[[], None]
+
+
+class Workspace:
+    """A buffer of each rank: slots for a piece of every rank, one lot for what is summed and one for sums.
+
+    Between a rank's writes and another's reads is a barrier, two for a message; a slot is written again only after a
+    barrier that its readers entered when they had done so. Takes 2.06 bytes an element of the longest message.
+
+    Args:
+        buffers: [bytes] uint8 of each rank, this one's too, by rank; as long on all of them.
+        rank: this one.
+        barrier: orders what all ranks do before it before what they do after it, in their current streams.
+    """
+
+    def __init__(self, buffers: list[torch.Tensor], rank: int, barrier: Callable[[], None]) -> None:
+        self.rank, self.barrier = rank, barrier
+        self.num_blocks = slot_blocks(len(buffers[rank]), len(buffers))
+        self._buffers = buffers
+        self._slots = [buffer.view(2, len(buffers), self.num_blocks * _BLOCK_BYTES) for buffer in buffers]
+        self._shots: dict[tuple[Way, Way], tuple[Shot, Shot]] = {}
+        self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+        self.is_largest = False  # ranks had no more memory
+
+    def first_slot(self, num_blocks: int) -> Packed:
+        """A piece of so many blocks; those in other slots lie as many bytes behind it as a Shot says."""
+        return Packed(self._buffers[self.rank][None, : num_blocks * _BLOCK_BYTES], num_blocks)
+
+    def shots(self, ways: tuple[Way, Way]) -> tuple[Shot, Shot]:
+        """Piece i of every rank to rank i, and rank i's sum to every rank."""
+        if ways not in self._shots:
+            self._shots[ways] = self._make_shots(ways)
+        return self._shots[ways]
+
+    def _make_shots(self, ways: tuple[Way, Way]) -> tuple[Shot, Shot]:
+        slots, me = self._slots, self.rank
+        ranks = range(len(slots))
+        others = [*range(me + 1, len(slots)), *range(me)]  # each rank begins with another one
+        write, read, copies = [slots[i][0, me] for i in ranks], [slots[me][0, i] for i in ranks], []
+        if ways[0] == "pull":
+            write, read = read, [slots[i][0, me] for i in ranks]
+        elif ways[0] == "copy":  # by way of slots for sums, which nobody else uses yet
+            write = [slots[me][0, me] if i == me else slots[me][1, i] for i in ranks]
+            copies = [(slots[i][0, me], slots[me][1, i]) for i in others]
+        first = self._shot(write, read, copies)
+        write, read, copies = [slots[i][1, me] for i in (*others, me)], [slots[me][1, i] for i in ranks], []
+        if ways[1] == "pull":
+            write, read = [slots[me][1, me]], [slots[i][1, i] for i in ranks]
+        elif ways[1] == "copy":
+            write, copies = [slots[me][1, me]], [(slots[i][1, me], slots[me][1, me]) for i in others]
+        return first, self._shot(write, read, copies)
+
+    def _shot(self, write: list[torch.Tensor], read: list[torch.Tensor], copies: list[Any]) -> Shot:
+        own = self._buffers[self.rank]
+        write_at, read_at = (
+            torch.tensor([slot.data_ptr() - own.data_ptr() for slot in slots], device=own.device)
+            for slots in (write, read)
+        )
+        return Shot(write_at, read_at, copies)
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """On the current stream of a GPU, after what was done before on any other."""
+        stream = torch.cuda.current_stream(self._buffers[self.rank].device)
+        if self._last is not None and self._last[0] != stream:
+            stream.wait_event(self._last[1])
+        yield
+        event = torch.cuda.Event() if self._last is None else self._last[1]
+        event.record(stream)
+        self._last = stream, event
+
+
+def slot_blocks(num_bytes: int, world: int) -> int:
+    """Blocks of a slot in a buffer of so many bytes."""
+    return num_bytes // (2 * world * _BLOCK_BYTES)
+
+
+def num_bytes_for(numel: int, world: int) -> int:
+    """Of a buffer in which so many elements, those of all ranks' pieces, travel together or a power of two more."""
+    numel = min(max(1 << max(numel - 1, 0).bit_length(), MIN_NUMEL), MAX_NUMEL)
+    num_blocks = -(-numel // (BLOCK * world * _ALIGNED_BLOCKS)) * _ALIGNED_BLOCKS
+    return 2 * world * num_blocks * _BLOCK_BYTES
+
+
+# what each group has, or why it has nothing
+_kept: weakref.WeakKeyDictionary[Any, Workspace | str] = weakref.WeakKeyDictionary()
+
+
+def workspace_of(group: Any, device: torch.device, numel: int) -> Workspace | str:
+    """What the ranks of a group share, made at the first call and when more elements come; all of them must ask.
+
+    Args:
+        group: a process group; None for all ranks.
+        device: this rank's GPU.
+        numel: elements that are to travel, the same on all ranks.
+    Returns:
+        The workspace, which may take fewer elements at once; or why there is none, the same for the group's life.
+    """
+    group = dist.group.WORLD if group is None else group
+    kept = _kept.get(group)
+    world = dist.get_world_size(group)
+    num_bytes = num_bytes_for(numel, world)
+    if isinstance(kept, str):
+        return kept
+    if kept is not None and (kept.is_largest or kept.num_blocks >= slot_blocks(num_bytes, world)):
+        return kept
+    obstacle = obstacle_to_sharing(group, device) if kept is None else None
+    if obstacle is not None:
+        logger.info("FP8 all-reduces use the process group's collectives: %s", obstacle)
+        _kept[group] = obstacle
+        return obstacle
+    shared = share(group, device, num_bytes)
+    made = shared if isinstance(shared, str) else Workspace(*shared)
+    if isinstance(made, Workspace):
+        made.shots(ALONE.ways)
+        logger.info("FP8 all-reduces go through the memory of %d GPUs, %.0f MiB on each", world, num_bytes / 2**20)
+    elif kept is None:
+        logger.warning("FP8 all-reduces use the process group's collectives: %s", made)
+    else:
+        logger.warning("FP8 all-reduces go on in shorter messages: %s", made)
+        kept.is_largest, made = True, kept
+    _kept[group] = made
+    return made
+
+
+def obstacle_to_sharing(group: Any, device: torch.device) -> str | None:
+    """Why these ranks cannot share memory, as far as can be told without trying; the same on all of them."""
+    world = dist.get_world_size(group)
+    if not 2 <= world <= MAX_RANKS:
+        return f"it is for 2 to {MAX_RANKS} ranks, and there are {world}"
+    own = None
+    if env.force_reference():
+        own = "OCTAVO_FORCE_REFERENCE is set"
+    elif "cuda:nccl" not in (backend := dist.get_backend_config(group)):
+        own = f"the process group's backend is {backend}, not NCCL"
+    boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
+    places = _gather(group, (f"{socket.gethostname()} {boot}", device.index, own))
+    if said := [each for *_, each in places if each is not None]:
+        return str(said[0])
+    if len({host for host, *_ in places}) > 1:
+        return "the ranks are on several hosts"
+    indices = [index for _, index, _ in places]
+    if len(set(indices)) < world:
+        return "each rank must see all GPUs, and have one of its own: two say that theirs has the same number"
+    lacking = [i for i in indices if i != device.index and not torch.cuda.can_device_access_peer(device.index, i)]
+    own = f"GPU {device.index} cannot reach the memory of GPU {lacking[0]}" if lacking else None
+    return next((each for each in _gather(group, own) if each is not None), None)
+
+
+def share(group: Any, device: torch.device, num_bytes: int) -> Shared | str:
+    """New buffers of so many bytes on every rank, or on none and why. A collective, for ranks without an obstacle."""
+    buffer = _attempt(lambda: _allocate(num_bytes, device))
+    if failed := _first(group, buffer):  # before a rendezvous, in which the others would wait
+        return failed
+    assert isinstance(buffer, torch.Tensor), buffer
+    shared = _attempt(lambda: _meet(group, buffer))
+    return _first(group, shared) or shared
+
+
+def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    if torch.cuda.mem_get_info(device)[0] < 2 * num_bytes:
+        torch.cuda.empty_cache()  # what torch's allocator keeps is not this one's
+    return _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+
+
+def _meet(group: Any, buffer: torch.Tensor) -> Shared:
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    handle = _SymmetricMemory.rendezvous(buffer, group.group_name)
+    buffers = [handle.get_buffer(rank, buffer.shape, torch.uint8) for rank in range(handle.world_size)]
+    if buffers[handle.rank].data_ptr() != buffer.data_ptr():
+        raise RuntimeError("torch gives another address for this rank's buffer than it has")
+    timeout_ms = round(group._get_backend(buffer.device).options._timeout.total_seconds() * 1e3)
+    return Shared(buffers, handle.rank, lambda: handle.barrier(channel=0, timeout_ms=timeout_ms))
+
+
+def _attempt(run: Callable[[], T]) -> T | str:
+    try:
+        return run()
+    except (AttributeError, ImportError, RuntimeError) as error:  # another torch, no memory, no way to a peer
+        return f"{type(error).__name__}: {error}"
+
+
+def _first(group: Any, found: object) -> str | None:
+    """What the first rank whose attempt failed says of it."""
+    said = _gather(group, found if isinstance(found, str) else None)
+    return next((f"rank {rank}: {each}" for rank, each in enumerate(said) if each is not None), None)
+
+
+def _gather(group: Any, own: Any) -> list[Any]:
+    everyones: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, own, group=group)
+    return everyones

@@ -1,0 +1,116 @@
+"""FSDP2's all-gather by the copy engines of one host's GPUs, which take no time of the units that compute."""
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from octavo.distributed.symmetric import Shared, obstacle_to_sharing, share
+from octavo.distributed.torch_private import gatherer_of, param_groups, set_gatherer
+from octavo.errors import ConfigError
+
+_ALIGNMENT = 2 << 20
+
+
+class CopyEngineAllGather:
+    """Each rank writes its shard into its place in every rank's buffer, which FSDP2 then copies out of.
+
+    Between a buffer's last reader and its next writers is a barrier, and another one before what was written is read.
+    A buffer is free again when FSDP2 has let go of the tensor that it was given, and its streams wait for the copy out
+    of it: torch 2.11 to 2.13 do so in that order. Two buffers are in use at most as FSDP2 prefetches by itself, of the
+    size of what a unit gathers; more where one's own prefetching asks for more. They stay until the model goes.
+
+    Args:
+        group: process group of the shards.
+        device: this rank's GPU.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._rank = group.rank()
+        self._slots: list[_Slot] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Of this rank's buffers, which are no part of torch's allocator."""
+        return sum(slot.num_bytes for slot in self._slots)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer for a whole unit; all ranks ask for the same."""
+        num_bytes = math.prod(size) * dtype.itemsize
+        fitting = [slot for slot in self._slots if slot.is_free and slot.num_bytes >= num_bytes]
+        slot = min(fitting, key=lambda one: one.num_bytes, default=None)
+        if slot is None:
+            slot = self._new_slot(-(-num_bytes // _ALIGNMENT) * _ALIGNMENT)
+        return slot.lend(size, num_bytes, dtype)
+
+    def _new_slot(self, num_bytes: int) -> "_Slot":
+        shared = share(self._group, self._device, num_bytes)
+        if isinstance(shared, str):
+            raise ConfigError(
+                f"no {num_bytes} bytes of memory that GPUs share for an all-gather: {shared}; shard the model with "
+                "copy_engines=False"
+            )
+        self._slots.append(_Slot(shared, num_bytes))
+        return self._slots[-1]
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> None:
+        """On the current stream: what allocate gave last and nobody has freed since, and this rank's part of it."""
+        slot = next(slot for slot in self._slots if slot.begin == output_tensor.data_ptr())
+        num_bytes = input_tensor.nbytes
+        at = slice(self._rank * num_bytes, (self._rank + 1) * num_bytes)
+        buffers, rank = slot.shared.buffers, self._rank
+        slot.shared.barrier()
+        for peer in (*range(rank + 1, len(buffers)), *range(rank)):  # each begins with another one
+            buffers[peer][at].copy_(buffers[rank][at], non_blocking=True)
+        slot.shared.barrier()
+
+
+class _Slot:
+    """A buffer on each rank, of which one tensor at a time is lent."""
+
+    def __init__(self, shared: Shared, num_bytes: int) -> None:
+        self.shared, self.num_bytes = shared, num_bytes
+        self.begin = shared.buffers[shared.rank].data_ptr()
+        self._lent: weakref.ref[torch.Tensor] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        return self._lent is None or self._lent() is None
+
+    def lend(self, size: Sequence[int], num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+        lent = self.shared.buffers[self.shared.rank][:num_bytes].view(dtype).view(*size)
+        self._lent = weakref.ref(lent)
+        return lent
+
+
+def gather_by_copy_engines(units: Sequence[Any]) -> str:
+    """Let FSDP2 gather the parameters of some units by copy engines; every rank comes here alike.
+
+    Args:
+        units: modules that fully_shard was applied to, over one process group. Each costs no memory, all together two
+            buffers of the largest one's gathered size.
+    Returns:
+        "", or why the ranks cannot share memory; units then keep their all-gather.
+    """
+    groups = [group for unit in units for group in param_groups(unit)]
+    if not groups or gatherer_of(groups[0])[1].size() == 1:
+        return "nothing is gathered"
+    group, device = gatherer_of(groups[0])[1], groups[0].device
+    if obstacle := obstacle_to_sharing(group, device):
+        return obstacle
+    comm = CopyEngineAllGather(group, device)
+    for one in groups:
+        if gatherer_of(one)[1] is group:
+            set_gatherer(one, comm)
+    return ""
+
+
+def buffer_bytes(units: Sequence[Any]) -> int:
+    """Of the buffers that this rank has for some units, which torch's allocator does not count."""
+    comms = {gatherer_of(group)[0] for unit in units for group in param_groups(unit)}
+    return sum(comm.num_bytes for comm in comms if isinstance(comm, CopyEngineAllGather))

@@ -1,0 +1,43 @@
+"""Pytest's plugin of `make test-nightly`: it writes what became of each case to bench/records/nightly.json.
+
+A part of the matrix, asked for by ARGS, writes nothing.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from bench.record import Record
+
+RECORDS = Path(__file__).parents[1] / "bench" / "records"
+WHAT = (
+    "make test-nightly: a rank of two is killed at each place of a step, in training and in reinforcement learning; "
+    "torchrun starts both again, and the run must end with the bits of one that nothing disturbed. 2 gloo ranks."
+)
+
+
+class NightlyRecord:
+    """Takes pytest's reports of cases, those of other workers too."""
+
+    def __init__(self, folder: Path) -> None:
+        self._record, self._folder = Record("nightly", WHAT, "cpu"), folder
+        self._failed: dict[str, bool] = {}
+        self._seconds: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._failed[report.nodeid] = self._failed.get(report.nodeid, False) or not report.passed
+        if report.when == "call":
+            self._seconds[report.nodeid] = report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        for case, has_failed in sorted(self._failed.items()):
+            self._record.add(case, "passed", "", float(not has_failed))
+            self._record.add(case, "time", "s", self._seconds.get(case, 0.0))
+        if self._failed:
+            self._record.save(self._folder)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    is_whole = config.args == config.getini("testpaths") and not config.option.keyword
+    if is_whole and not hasattr(config, "workerinput"):  # pytest-xdist's
+        config.pluginmanager.register(NightlyRecord(RECORDS))

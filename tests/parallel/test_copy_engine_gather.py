@@ -1,0 +1,99 @@
+"""FSDP2 gathers through memory that ranks share: the bits of its own all-gather. Over gloo the memory is a file's."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import octavo
+from octavo.distributed.symmetric import Shared
+from octavo.distributed.torch_private import gatherer_of, param_groups
+from octavo.parallel import copy_engine_gather
+from octavo.parallel.copy_engine_gather import CopyEngineAllGather, gather_by_copy_engines
+from octavo.parallel.fp8_all_gather import gather_codes
+from octavo.testing.assertions import assert_bitwise
+from tests.ranks import run_group
+
+STEPS = 2
+BACKENDS = ["gloo", *([pytest.param("nccl", marks=pytest.mark.gpu)] if torch.cuda.device_count() > 1 else [])]
+
+
+def share_files(folder: str, rank: int, world: int) -> Any:
+    """symmetric.share over files."""
+    made = [0]
+
+    def share(_: object, __: object, num_bytes: int) -> Shared:
+        made[0] += 1
+        dist.barrier()
+        buffers = [
+            torch.from_file(f"{folder}/{made[0]}-{r}", shared=True, size=num_bytes, dtype=torch.uint8)
+            for r in range(world)
+        ]
+        return Shared(buffers, rank, dist.barrier)
+
+    return share
+
+
+def train(rank: int, kind: str, shares: bool, device: str) -> tuple[list[torch.Tensor], CopyEngineAllGather | None]:
+    """Losses, the last gradients, and what gathered."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(128, 256), nn.SiLU(), nn.Linear(256, 128)) for _ in range(4)]
+    model = nn.Sequential(*layers).to(device, torch.bfloat16)
+    recipe = octavo.get_recipe("blockwise") if kind == "codes" else None
+    for layer in layers:
+        if recipe is not None:
+            octavo.convert(layer, recipe)
+        fully_shard(layer)
+    fully_shard(model)
+    if kind == "codes":
+        gather_codes(model, [*layers, model], None)
+    if kind == "prefetched":
+        for at, layer in enumerate(layers):
+            layer.set_modules_to_forward_prefetch(layers[at + 1 : at + 4])
+    if shares:
+        assert gather_by_copy_engines(layers) == ""
+    comm, _ = gatherer_of(param_groups(layers[0])[0])
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True), []
+    for step in range(STEPS):
+        x = torch.randn(16, 128, generator=torch.Generator().manual_seed(10 * step + rank)).to(device, torch.bfloat16)
+        loss = (model(x) - x).float().square().mean()
+        loss.backward()
+        found.append(loss.detach())
+        if step == STEPS - 1:
+            found += [p.grad.to_local().clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        found.append(model(x))
+    return found, comm if shares else None
+
+
+def trained(rank: int, world: int, *, device: str, folder: str) -> dict[str, Any]:
+    if device == "cpu":
+        for name, fake in {"obstacle_to_sharing": lambda *_: None, "share": share_files(folder, rank, world)}.items():
+            setattr(copy_engine_gather, name, fake)
+    found = {}
+    for kind in ("bf16", "codes", "prefetched"):
+        want, _ = train(rank, kind, False, device)
+        got, comm = train(rank, kind, True, device)
+        for one, other in zip(got, want, strict=True):
+            assert_bitwise(one, other)
+        assert comm is not None
+        found[kind] = len(comm._slots)
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_training_has_the_bits_of_the_usual_all_gather(backend: str, tmp_path: Path) -> None:
+    job = functools.partial(trained, device="cuda" if backend == "nccl" else "cpu", folder=str(tmp_path))
+    for found in run_group(job, 2, backend):
+        assert found == {"bf16": 2, "codes": 2, "prefetched": 4}  # buffers
+
+
+def test_why_not_is_said() -> None:
+    assert gather_by_copy_engines([]) == "nothing is gathered"

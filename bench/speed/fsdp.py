@@ -145,8 +145,11 @@ def measure(variant: Variant, shape: StackShape, device: str) -> Measured:
         return loss.detach()
 
     for index in range(WARMUP_STEPS + TIMED_STEPS):
-        if index == WARMUP_STEPS and device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        if index == WARMUP_STEPS:
+            gc.collect()
+            gc.freeze()  # a collection of all that compiling has left would stop one rank, and so both, for long
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
         _wait(device)
         began = time.perf_counter()
         loss = step()
@@ -237,7 +240,8 @@ def _run(options: Any, shape: StackShape, where: str) -> bool:
     traced = f"; kernels by torch's profiler in {NUM_TRACES} steps of their own" if options.trace else ""
     what = (
         f"FSDP2 {where}: training step of {shape} a GPU, each layer of plain torch compiled and sharded, torch's fused "
-        f"AdamW on bf16 parameters (or octavo.optim's with FP8 moments), {TIMED_STEPS} steps after {WARMUP_STEPS}; "
+        f"AdamW on bf16 parameters (or octavo.optim's with FP8 moments), {TIMED_STEPS} steps after {WARMUP_STEPS} and "
+        f"gc.freeze(); "
         f"activation memory budget {options.memory_budget}; variants one after the other{traced}; "
         f"{peers.describe_peers(device)}"
     )
@@ -248,6 +252,7 @@ def _run(options: Any, shape: StackShape, where: str) -> bool:
     for name, variant in make_variants(device).items():
         if name != BASE and not keeps(options, name):
             continue
+        gc.unfreeze()
         gc.collect()
         if device == "cuda":
             torch._dynamo.reset()

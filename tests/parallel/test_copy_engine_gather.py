@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import octavo
@@ -44,12 +45,13 @@ def train(rank: int, kind: str, shares: bool, device: str) -> tuple[list[torch.T
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(128, 256), nn.SiLU(), nn.Linear(256, 128)) for _ in range(4)]
     model = nn.Sequential(*layers).to(device, torch.bfloat16)
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     recipe = octavo.get_recipe("blockwise") if kind == "codes" else None
     for layer in layers:
         if recipe is not None:
             octavo.convert(layer, recipe)
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     if kind == "codes":
         gather_codes(model, [*layers, model], None)
     if kind == "prefetched":

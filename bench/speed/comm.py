@@ -6,7 +6,6 @@ tensor; "FP8 bytes" are as many bytes as it has elements, without quantization. 
 what it promises, on every rank; then all calls of a size are timed round-robin on each rank, and rank 0's are written.
 """
 
-import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +15,10 @@ import torch.distributed as dist
 
 from bench.program import Program, keeps
 from bench.record import Record, time_calls
-from octavo.distributed import symmetric
 from octavo.distributed.collectives import all_gather_into, reduce_scatter_into
 from octavo.distributed.packed import Packed, num_blocks
 from octavo.distributed.transport import all_gather_q, reduce_scatter_q
-from octavo.distributed.two_shot import all_reduce_q, all_reduce_q_
+from octavo.distributed.two_shot import all_reduce_q
 from octavo.numerics import Scaling
 from octavo.ops.packed import decode_pieces_, quantize_pieces_, requantize_pieces_
 from octavo.ops.quantize import quantize
@@ -41,7 +39,6 @@ PEERS = {
     "all_reduce_q by collectives": BASE,
     "all_reduce_q by collectives, error feedback": BASE,
 }
-WAYS: tuple[symmetric.Way, ...] = ("push", "pull", "copy")
 CHECKED_NUMEL = 1 << 20
 
 
@@ -78,25 +75,6 @@ def make_calls(numel: int, device: str) -> dict[str, Callable[[], object]]:
     }
 
 
-def make_plans(numel: int, device: str) -> dict[str, Callable[[], None]]:
-    """all_reduce_q_ with every plan of an exchange in memory."""
-    x = torch.randn(numel, device=device).bfloat16()
-    residuals = {"": None, ", error feedback": [torch.zeros_like(x)]}
-
-    def reduce(plan: symmetric.ExchangePlan, kept: Any) -> None:
-        symmetric.ALONE, former = plan, symmetric.ALONE
-        all_reduce_q_([x], average=True, residuals=kept, transport="symmetric")
-        symmetric.ALONE = former
-
-    plans = [symmetric.ExchangePlan((first, second), num) for first in WAYS for second in WAYS for num in (0, 16, 32)]
-    calls: dict[str, Callable[[], None]] = {}
-    for plan in plans:
-        for fed, kept in residuals.items():
-            name = f"all_reduce_q_ {'-'.join(plan.ways)}, {plan.max_programs or 'all'} programs{fed}"
-            calls[name] = functools.partial(reduce, plan, kept)
-    return calls
-
-
 def check(device: str) -> None:
     """FP8 collectives of random numbers, one of them infinite: their bits, their error, NaN where they promise it.
 
@@ -131,14 +109,13 @@ def measure(record: Record, size: float, options: Any) -> None:
     """Time the calls of a size and add their rows."""
     per_block = 128 * dist.get_world_size()
     numel = int(size * 2**19) // per_block * per_block
-    made = make_calls(numel, options.device) | (make_plans(numel, options.device) if options.plans else {})
-    peers = PEERS | {name: BASE for name in made if name.startswith("all_reduce_q_ ")}
-    wanted = {name for kept in made if keeps(options, kept) for name in (kept, peers.get(kept, kept))}
+    made = make_calls(numel, options.device)
+    wanted = {name for kept in made if keeps(options, kept) for name in (kept, PEERS.get(kept, kept))}
     calls = {name: call for name, call in made.items() if name in wanted}
     dist.barrier()
     timings = time_calls(calls, repeats=options.repeats, warmup=WARMUP, device=options.device)
     for name, timing in timings.items():
-        peer = peers.get(name)
+        peer = PEERS.get(name)
         case, base = f"{name}, {size:g} MiB", None if peer is None else timings[peer].median_us
         record.add_times(case, "time", "us", timing, peer=peer, peer_value=base)
         if base is not None:
@@ -163,7 +140,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_filter("calls")
     parser.add_argument("--sizes", type=float, nargs="+", default=SIZES, help="MiB of the bf16 tensor")
     parser.add_argument("--repeats", type=int, default=REPEATS, help="timed calls of each")
-    parser.add_argument("--plans", action="store_true", help="try every plan of an exchange in memory")
     options = parser.parse(arguments)
     is_ours = not dist.is_initialized()
     if is_ours:

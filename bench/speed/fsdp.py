@@ -36,8 +36,9 @@ from bench.speed.stack import PlainLayer, StackShape, draw_input, torch_gated_un
 from bench.speed.step import LLAMA_3_8B, TOY
 from bench.speed.variants import StackVariant, attention_backend, build_optimizer
 from bench.timing import synchronize
+from octavo.distributed.symmetric import shared_bytes
 from octavo.errors import BackendError
-from octavo.parallel.copy_engine_gather import buffer_bytes, gather_by_copy_engines
+from octavo.parallel.copy_engine_gather import gather_by_copy_engines
 from octavo.parallel.fp8_all_gather import gather_codes
 
 RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise")
@@ -157,7 +158,7 @@ def measure(variant: Variant, shape: StackShape, device: str) -> Measured:
         times.append((time.perf_counter() - began) * 1e3)
     held = sum(m.source.held_bytes() for m in model.modules() if isinstance(m, octavo.nn.Linear))
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
-    peak += buffer_bytes(layers) / 2**30
+    peak += shared_bytes() / 2**30
     return Measured(summarize(times[WARMUP_STEPS:]), peak, held, float(loss), step)
 
 

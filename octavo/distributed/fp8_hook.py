@@ -164,8 +164,7 @@ def _average(state: FP8HookState, bucket: Any) -> None:
     if not named:
         return
     residuals = state.residuals(named) if state.error_feedback else None
-    options: dict[str, Any] = {"transport": state.transport, "in_background": True}
-    all_reduce_q_(list(named.values()), group, average=True, residuals=residuals, **options)
+    all_reduce_q_(list(named.values()), group, average=True, residuals=residuals, transport=state.transport)
 
 
 def _average_in_fp32(gradients: list[torch.Tensor], group: Any) -> None:

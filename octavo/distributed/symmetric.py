@@ -3,14 +3,13 @@
 The only file that uses torch's symmetric memory, of which it takes peers' addresses and a barrier, no multicast.
 """
 
-import dataclasses
 import logging
 import socket
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,6 @@ from octavo.distributed.packed import Packed
 from octavo.ops.packed import BLOCK
 
 T = TypeVar("T")
-Way = Literal["push", "pull", "copy"]
 
 MAX_RANKS = 8
 # Elements that travel together: a workspace is as large as what came so far, in these bounds.
@@ -32,41 +30,16 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")  # two containers of a host may 
 logger = logging.getLogger(__name__)
 
 
-class ExchangePlan(NamedTuple):
-    """How an exchange runs; none changes a bit.
+class Shot(NamedTuple):
+    """How pieces get from one rank to another: who makes one writes it into its reader's memory.
 
     Attributes:
-        ways: of both shots: who writes codes pushes them into the readers' memory, who reads pulls them, or copy
-            engines carry them in between.
-        max_programs: wide programs of a kernel at most; 0 for as many narrow ones as there is work for.
-    """
-
-    ways: tuple[Way, Way]
-    max_programs: int = 0
-
-
-ALONE = ExchangePlan(("push", "push"))
-BACKGROUND = ExchangePlan(("copy", "copy"), 32)  # beside a backward, whose kernels want the multiprocessors
-
-
-@dataclasses.dataclass(frozen=True)
-class Shot:
-    """How pieces get from one rank to another.
-
-    Attributes:
-        write: int64, bytes from a workspace's first slot to where each piece is written.
-        read: int64, to where each piece is read, by rank.
-        copies: (target, source) of what is copied in between, each a slot.
+        write: int64, bytes from a workspace's first slot to where each piece is written, in other ranks' memory too.
+        read: int64, to where each piece is read, in this rank's own, by rank.
     """
 
     write: torch.Tensor
     read: torch.Tensor
-    copies: list[tuple[torch.Tensor, torch.Tensor]]
-
-    def copy(self, num_bytes: int) -> None:
-        """Send the first bytes of each slot, by the copy engines."""
-        for target, source in self.copies:
-            target[:num_bytes].copy_(source[:num_bytes])
 
 
 class Shared(NamedTuple):
@@ -100,7 +73,7 @@ class Workspace:
         self.num_blocks = slot_blocks(len(buffers[rank]), len(buffers))
         self._buffers = buffers
         self._slots = [buffer.view(2, len(buffers), self.num_blocks * _BLOCK_BYTES) for buffer in buffers]
-        self._shots: dict[tuple[Way, Way], tuple[Shot, Shot]] = {}
+        self.shots = self._make_shots()
         self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         self.is_largest = False  # ranks had no more memory
 
@@ -108,37 +81,21 @@ class Workspace:
         """A piece of so many blocks; those in other slots lie as many bytes behind it as a Shot says."""
         return Packed(self._buffers[self.rank][None, : num_blocks * _BLOCK_BYTES], num_blocks)
 
-    def shots(self, ways: tuple[Way, Way]) -> tuple[Shot, Shot]:
+    def _make_shots(self) -> tuple[Shot, Shot]:
         """Piece i of every rank to rank i, and rank i's sum to every rank."""
-        if ways not in self._shots:
-            self._shots[ways] = self._make_shots(ways)
-        return self._shots[ways]
-
-    def _make_shots(self, ways: tuple[Way, Way]) -> tuple[Shot, Shot]:
         slots, me = self._slots, self.rank
         ranks = range(len(slots))
         others = [*range(me + 1, len(slots)), *range(me)]  # each rank begins with another one
-        write, read, copies = [slots[i][0, me] for i in ranks], [slots[me][0, i] for i in ranks], []
-        if ways[0] == "pull":
-            write, read = read, [slots[i][0, me] for i in ranks]
-        elif ways[0] == "copy":  # by way of slots for sums, which nobody else uses yet
-            write = [slots[me][0, me] if i == me else slots[me][1, i] for i in ranks]
-            copies = [(slots[i][0, me], slots[me][1, i]) for i in others]
-        first = self._shot(write, read, copies)
-        write, read, copies = [slots[i][1, me] for i in (*others, me)], [slots[me][1, i] for i in ranks], []
-        if ways[1] == "pull":
-            write, read = [slots[me][1, me]], [slots[i][1, i] for i in ranks]
-        elif ways[1] == "copy":
-            write, copies = [slots[me][1, me]], [(slots[i][1, me], slots[me][1, me]) for i in others]
-        return first, self._shot(write, read, copies)
-
-    def _shot(self, write: list[torch.Tensor], read: list[torch.Tensor], copies: list[Any]) -> Shot:
-        own = self._buffers[self.rank]
-        write_at, read_at = (
-            torch.tensor([slot.data_ptr() - own.data_ptr() for slot in slots], device=own.device)
-            for slots in (write, read)
+        return (
+            Shot(self._places([slots[i][0, me] for i in ranks]), self._places([slots[me][0, i] for i in ranks])),
+            Shot(
+                self._places([slots[i][1, me] for i in (*others, me)]), self._places([slots[me][1, i] for i in ranks])
+            ),
         )
-        return Shot(write_at, read_at, copies)
+
+    def _places(self, slots: list[torch.Tensor]) -> torch.Tensor:
+        own = self._buffers[self.rank]
+        return torch.tensor([slot.data_ptr() - own.data_ptr() for slot in slots], device=own.device)
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
@@ -194,7 +151,6 @@ def workspace_of(group: Any, device: torch.device, numel: int) -> Workspace | st
     shared = share(group, device, num_bytes)
     made = shared if isinstance(shared, str) else Workspace(*shared)
     if isinstance(made, Workspace):
-        made.shots(ALONE.ways)
         logger.info("FP8 all-reduces go through the memory of %d GPUs, %.0f MiB on each", world, num_bytes / 2**20)
     elif kept is None:
         logger.warning("FP8 all-reduces use the process group's collectives: %s", made)
@@ -229,6 +185,14 @@ def obstacle_to_sharing(group: Any, device: torch.device) -> str | None:
     return next((each for each in _gather(group, own) if each is not None), None)
 
 
+_shared: list[weakref.ref[torch.Tensor]] = []
+
+
+def shared_bytes() -> int:
+    """Of this rank's buffers in use, which torch's allocator does not count."""
+    return sum(buffer.nbytes for ref in _shared if (buffer := ref()) is not None)
+
+
 def share(group: Any, device: torch.device, num_bytes: int) -> Shared | str:
     """New buffers of so many bytes on every rank, or on none and why. A collective, for ranks without an obstacle."""
     buffer = _attempt(lambda: _allocate(num_bytes, device))
@@ -236,6 +200,8 @@ def share(group: Any, device: torch.device, num_bytes: int) -> Shared | str:
         return failed
     assert isinstance(buffer, torch.Tensor), buffer
     shared = _attempt(lambda: _meet(group, buffer))
+    if isinstance(shared, Shared):
+        _shared.append(weakref.ref(shared.buffers[shared.rank]))
     return _first(group, shared) or shared
 
 

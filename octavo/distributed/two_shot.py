@@ -76,7 +76,6 @@ def all_reduce_q_(
     average: bool = False,
     residuals: Sequence[torch.Tensor] | None = None,
     transport: Transport = None,
-    in_background: bool = False,
 ) -> None:
     """all_reduce_q of each tensor, in place and in few messages; each has the bits that it would have alone.
 
@@ -86,10 +85,9 @@ def all_reduce_q_(
         average: as in all_reduce_q.
         residuals: one for each tensor.
         transport: as in all_reduce_q.
-        in_background: through memory, take longer and leave more of the GPU to what runs beside.
     Errors and exactness as all_reduce_q.
     """
-    _all_reduce(tensors, tensors, group, average, residuals, transport, in_background)
+    _all_reduce(tensors, tensors, group, average, residuals, transport)
 
 
 @torch.no_grad()
@@ -100,7 +98,6 @@ def _all_reduce(
     average: bool,
     residuals: Sequence[torch.Tensor] | None,
     transport: Transport,
-    in_background: bool = False,
 ) -> None:
     world, rank = check_group(group)
     parts = []
@@ -116,8 +113,7 @@ def _all_reduce(
         _reduce_by_collectives(parts, group, average, world, rank)
     else:
         with workspace.in_order():
-            plan = symmetric.BACKGROUND if in_background else symmetric.ALONE
-            for _ in steps_in_memory(parts, workspace, average, plan):
+            for _ in steps_in_memory(parts, workspace, average):
                 workspace.barrier()
     for index, part in enumerate(parts):
         _put_back(part.result, results[index])
@@ -138,28 +134,23 @@ def _workspace(parts: list[Part], group: Any, transport: Transport) -> symmetric
     return None
 
 
-def steps_in_memory(
-    parts: list[Part], workspace: symmetric.Workspace, average: bool, plan: symmetric.ExchangePlan
-) -> Iterator[None]:
+def steps_in_memory(parts: list[Part], workspace: symmetric.Workspace, average: bool) -> Iterator[None]:
     """Reduce parts; at each yield the ranks wait for each other."""
     run, rank = kernels(), workspace.rank
-    (first, second), max_programs = workspace.shots(plan.ways), plan.max_programs
+    first, second = workspace.shots
     for message in _messages(parts, workspace.num_blocks * BLOCK):
         widths = [part.values.shape[1] for part in message]
         slot = workspace.first_slot(sum(map(num_blocks, widths)))
         pieces = list(zip(message, slot.split(widths), strict=True))
         for part, (codes, scales) in pieces:
-            run.quantize_pieces(part.values, codes, scales, part.residual, first.write, rank + 1, max_programs)
-        first.copy(slot.buffer.numel())
+            run.quantize_pieces(part.values, codes, scales, part.residual, first.write, rank + 1)
         yield
         for part, (codes, scales) in pieces:
             residual = None if part.residual is None else part.residual[rank : rank + 1]
-            options = average, residual, first.read, second.write, max_programs
-            run.requantize_pieces(codes, scales, codes, scales, *options)
-        second.copy(slot.buffer.numel())
+            run.requantize_pieces(codes, scales, codes, scales, average, residual, first.read, second.write)
         yield
         for part, (codes, scales) in pieces:
-            run.decode_pieces(codes, scales, part.result, second.read, rank + 1, max_programs)
+            run.decode_pieces(codes, scales, part.result, second.read, rank + 1)
 
 
 def _reduce_by_collectives(parts: list[Part], group: Any, average: bool, world: int, rank: int) -> None:

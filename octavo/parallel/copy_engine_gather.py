@@ -32,11 +32,6 @@ class CopyEngineAllGather:
         self._rank = group.rank()
         self._slots: list[_Slot] = []
 
-    @property
-    def num_bytes(self) -> int:
-        """Of this rank's buffers, which are no part of torch's allocator."""
-        return sum(slot.num_bytes for slot in self._slots)
-
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer for a whole unit; all ranks ask for the same."""
         num_bytes = math.prod(size) * dtype.itemsize
@@ -108,9 +103,3 @@ def gather_by_copy_engines(units: Sequence[Any]) -> str:
         if gatherer_of(one)[1] is group:
             set_gatherer(one, comm)
     return ""
-
-
-def buffer_bytes(units: Sequence[Any]) -> int:
-    """Of the buffers that this rank has for some units, which torch's allocator does not count."""
-    comms = {gatherer_of(group)[0] for unit in units for group in param_groups(unit)}
-    return sum(comm.num_bytes for comm in comms if isinstance(comm, CopyEngineAllGather))

@@ -22,6 +22,7 @@ from bench.rl.workloads import LOOP_VARIANTS, LOOPS, LoopSizes
 from bench.speed.scale.session import GIB, Session, Steps
 from bench.timing import synchronize
 from octavo.distributed.mesh import ONE_PROCESS, Mesh
+from octavo.distributed.symmetric import shared_bytes
 from octavo.rl.config import RLConfig
 from octavo.rl.phases import SECONDS
 
@@ -74,7 +75,7 @@ def _measure(
             if number == 2 and device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             steps.append(loop.step(number))
-        peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+        peak = torch.cuda.max_memory_allocated() + shared_bytes() if device == "cuda" else 0
         if session.profiles:
             _profile_step(session, loop, name)
     worst = session.largest(max(step.max_delta for step in steps))

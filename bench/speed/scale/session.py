@@ -14,6 +14,7 @@ from bench.record import Record, Timing, summarize
 from bench.timing import synchronize
 from octavo.distributed.mesh import Mesh
 from octavo.distributed.outcome import together
+from octavo.distributed.symmetric import shared_bytes
 
 GIB = 2**30
 
@@ -125,7 +126,7 @@ class Session:
                 losses[name].append(step())
                 synchronize(self.device)
                 times[name].append((time.perf_counter() - began) * 1e3)
-        peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
+        peak = torch.cuda.max_memory_allocated() + shared_bytes() if self.device.type == "cuda" else 0
         return {
             name: Steps(summarize(times[name][warmup:]), peak, tuple(float(loss) for loss in losses[name]))
             for name in steps

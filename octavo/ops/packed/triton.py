@@ -1,9 +1,8 @@
 """Pieces of blocks quantized, summed and decoded: Triton kernels that read and write each byte once.
 
 P pieces of N elements in B blocks of BLOCK. A tile is ROWS blocks of a piece; pieces take turns, from `first` on, so
-that the links to all ranks are busy at once. There is a program for each, or few wide ones go through them all beside
-other kernels. Codes and scales of a piece lie `stride` behind the last one's, or where `apart` [P] says it: bytes from
-the first codes, multiples of 16, into the memory of other GPUs too.
+that the links to all ranks are busy at once. Codes and scales of a piece lie `stride` behind the last one's, or where
+`apart` [P] says it: bytes from the first codes, multiples of 16, into the memory of other GPUs too.
 Products and sums are rounded one by one as in reference.py, nothing is fused to an fma.
 """
 
@@ -20,7 +19,6 @@ from octavo.ops.packed.reference import BLOCK, SCALING
 
 ROWS = 16  # 16 elements a thread: all moves are 16 bytes wide
 NUM_WARPS = 4
-WIDE = 8  # times as many of both for a program that is to fill a multiprocessor
 _E4M3_MAX = tl.constexpr(448.0)
 
 
@@ -88,20 +86,19 @@ def quantize_blocks(
     LARGEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Codes and scales of x [P, N], or of x + residual, which becomes what they lack."""
-    for tile in range(tl.program_id(0), tl.cdiv(B, ROWS) * P, tl.num_programs(0)):
-        piece, rows = _tile(tile, P, first, ROWS)
-        places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        is_in, row_is_in = places < N, rows < B
-        values = tl.load(x + piece * x_stride + places, mask=is_in, other=0.0).to(tl.float32)
-        if residual is not None:
-            kept = residual + piece * residual_stride + places
-            values += tl.load(kept, mask=is_in, other=0.0).to(tl.float32)
-        made, scale = _encode(values, LARGEST)
-        at, scales_at = _piece(codes, scales, apart, piece, code_stride, scale_stride)
-        tl.store(at + places, made, mask=row_is_in[:, None])
-        tl.store(scales_at + rows, scale, mask=row_is_in)
-        if residual is not None:
-            tl.store(kept, _lost(values, made, scale).to(residual.dtype.element_ty), mask=is_in)
+    piece, rows = _tile(tl.program_id(0), P, first, ROWS)
+    places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    is_in, row_is_in = places < N, rows < B
+    values = tl.load(x + piece * x_stride + places, mask=is_in, other=0.0).to(tl.float32)
+    if residual is not None:
+        kept = residual + piece * residual_stride + places
+        values += tl.load(kept, mask=is_in, other=0.0).to(tl.float32)
+    made, scale = _encode(values, LARGEST)
+    at, scales_at = _piece(codes, scales, apart, piece, code_stride, scale_stride)
+    tl.store(at + places, made, mask=row_is_in[:, None])
+    tl.store(scales_at + rows, scale, mask=row_is_in)
+    if residual is not None:
+        tl.store(kept, _lost(values, made, scale).to(residual.dtype.element_ty), mask=is_in)
 
 
 @triton.jit
@@ -131,24 +128,23 @@ def requantize_blocks(
 ):  # fmt: skip
     """Codes and scales, in NUM_OUT copies, of the sum or the mean of P pieces; what they lack is added to the residual
     [N]."""
-    for tile in range(tl.program_id(0), tl.cdiv(B, ROWS), tl.num_programs(0)):
-        _, rows = _tile(tile, 1, 0, ROWS)
-        row_is_in = rows < B
-        places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        total = _sum(codes, scales, apart, 0, places, rows, row_is_in, code_stride, scale_stride, P)
+    _, rows = _tile(tl.program_id(0), 1, 0, ROWS)
+    row_is_in = rows < B
+    places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    total = _sum(codes, scales, apart, 0, places, rows, row_is_in, code_stride, scale_stride, P)
+    if AVERAGE:
+        total = tl.div_rn(total, tl.full((ROWS, BLOCK), P, tl.float32))
+    made, scale = _encode(total, LARGEST)
+    for copy in tl.static_range(NUM_OUT):
+        at, scales_at = _piece(out_codes, out_scales, out_apart, copy, 0, 0)
+        tl.store(at + places, made, mask=row_is_in[:, None])
+        tl.store(scales_at + rows, scale, mask=row_is_in)
+    if residual is not None:
+        lost = _lost(total, made, scale)
         if AVERAGE:
-            total = tl.div_rn(total, tl.full((ROWS, BLOCK), P, tl.float32))
-        made, scale = _encode(total, LARGEST)
-        for copy in tl.static_range(NUM_OUT):
-            at, scales_at = _piece(out_codes, out_scales, out_apart, copy, 0, 0)
-            tl.store(at + places, made, mask=row_is_in[:, None])
-            tl.store(scales_at + rows, scale, mask=row_is_in)
-        if residual is not None:
-            lost = _lost(total, made, scale)
-            if AVERAGE:
-                lost = lost * P
-            kept = tl.load(residual + places, mask=places < N, other=0.0).to(tl.float32) + lost
-            tl.store(residual + places, kept.to(residual.dtype.element_ty), mask=places < N)
+            lost = lost * P
+        kept = tl.load(residual + places, mask=places < N, other=0.0).to(tl.float32) + lost
+        tl.store(residual + places, kept.to(residual.dtype.element_ty), mask=places < N)
 
 
 @triton.jit
@@ -157,11 +153,10 @@ def decode_blocks(
     NUM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out [P, N]: each the sum of NUM pieces that follow one another."""
-    for tile in range(tl.program_id(0), tl.cdiv(B, ROWS) * P, tl.num_programs(0)):
-        piece, rows = _tile(tile, P, first, ROWS)
-        places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        total = _sum(codes, scales, apart, piece * NUM, places, rows, rows < B, code_stride, scale_stride, NUM)
-        tl.store(out + piece * out_stride + places, total.to(out.dtype.element_ty), mask=places < N)
+    piece, rows = _tile(tl.program_id(0), P, first, ROWS)
+    places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    total = _sum(codes, scales, apart, piece * NUM, places, rows, rows < B, code_stride, scale_stride, NUM)
+    tl.store(out + piece * out_stride + places, total.to(out.dtype.element_ty), mask=places < N)
 
 
 def quantize_pieces(
@@ -171,12 +166,10 @@ def quantize_pieces(
     residual: torch.Tensor | None,
     apart: torch.Tensor | None = None,
     first: int = 0,
-    max_programs: int = 0,
 ) -> None:
     """As ops.packed.quantize_pieces_, on a GPU.
 
-    With `apart` the codes and scales are those of one piece; by so many wide programs at most, as many as there are
-    tiles where it is 0.
+    With `apart` the codes and scales are those of one piece.
     """
     x = _dense(x)
     largest = largest_quant_scale(SCALING, x.dtype if residual is None else torch.float32)
@@ -184,7 +177,7 @@ def quantize_pieces(
     strides = codes.stride(0), scales.stride(0), stride, x.stride(0)
     sizes = x.shape[1], codes.shape[1], len(x), first
     arguments = codes, scales, residual, x, apart, *strides, *sizes
-    _launch(quantize_blocks, codes, len(x), *arguments, max_programs=max_programs, LARGEST=largest)
+    _launch(quantize_blocks, codes, len(x), *arguments, LARGEST=largest)
 
 
 def round_pieces(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, seed: torch.Tensor, start: int) -> None:
@@ -203,7 +196,6 @@ def requantize_pieces(
     residual: torch.Tensor | None,
     apart: torch.Tensor | None = None,
     out_apart: torch.Tensor | None = None,
-    max_programs: int = 0,
 ) -> None:
     """As ops.packed.requantize_pieces_, on a GPU; with `apart` and `out_apart` of the pieces there, in copies there."""
     numel = 0 if residual is None else residual.shape[1]
@@ -213,7 +205,6 @@ def requantize_pieces(
         "LARGEST": largest_quant_scale(SCALING, torch.float32),
         "P": len(codes if apart is None else apart),
         "NUM_OUT": 1 if out_apart is None else len(out_apart),
-        "max_programs": max_programs,
     }
     _launch(requantize_blocks, codes, 1, out_codes, out_scales, *arguments, **fixed)
 
@@ -224,25 +215,20 @@ def decode_pieces(
     out: torch.Tensor,
     apart: torch.Tensor | None = None,
     first: int = 0,
-    max_programs: int = 0,
 ) -> None:
     """As ops.packed.decode_pieces_, on a GPU; with `apart` of the pieces there."""
     num_summed = 1 if apart is not None else len(codes) // len(out)
     sizes = out.stride(0), codes.stride(0), scales.stride(0), out.shape[1], codes.shape[1], len(out), first
     arguments = out, codes, scales, apart, *sizes
-    _launch(decode_blocks, codes, len(out), *arguments, max_programs=max_programs, NUM=num_summed)
+    _launch(decode_blocks, codes, len(out), *arguments, NUM=num_summed)
 
 
-def _launch(
-    kernel: Any, codes: torch.Tensor, num_pieces: int, *arguments: Any, max_programs: int = 0, **fixed: Any
-) -> None:
+def _launch(kernel: Any, codes: torch.Tensor, num_pieces: int, *arguments: Any, **fixed: Any) -> None:
     """Over all blocks of so many pieces; codes [_, B, 128]."""
-    wide = WIDE if max_programs else 1
-    num_tiles = triton.cdiv(codes.shape[1], wide * ROWS) * num_pieces
+    options = {"ROWS": ROWS, "BLOCK": BLOCK, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
     with on_device_of(codes):
-        options = {"ROWS": wide * ROWS, "BLOCK": BLOCK, "num_warps": wide * NUM_WARPS, "enable_fp_fusion": False}
         launch_tiles = launcher_of(kernel, **fixed, **options)
-        launch_tiles((min(num_tiles, max_programs or num_tiles),), *arguments)
+        launch_tiles((triton.cdiv(codes.shape[1], ROWS) * num_pieces,), *arguments)
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from octavo.distributed.symmetric import ALONE, ExchangePlan, Way, Workspace
+from octavo.distributed.symmetric import Workspace
 from octavo.distributed.two_shot import Part, steps_in_memory
 from octavo.ops.packed import reference
 from octavo.testing import assert_bitwise, generate
@@ -15,7 +15,6 @@ from octavo.testing.interpreter import is_interpreting
 from tests.ops.packed.cases import buffer
 
 DEVICE = "cpu" if is_interpreting() else "cuda"
-WAYS: list[tuple[Way, Way]] = [("push", "push"), ("push", "pull"), ("pull", "push"), ("pull", "pull"), ("copy", "copy")]
 NUM_BLOCKS = 32  # of a slot: what is longer travels in several messages
 
 
@@ -34,10 +33,10 @@ def workspaces(world: int) -> list[Workspace]:
     return [Workspace(buffers, rank, lambda: None) for rank in range(world)]
 
 
-def in_memory(spaces: list[Workspace], given: list[list[Part]], average: bool, seed: int, plan: ExchangePlan) -> None:
+def in_memory(spaces: list[Workspace], given: list[list[Part]], average: bool, seed: int) -> None:
     """Reduce each rank's parts; ranks take turns by chance, and none goes on from where not all have come."""
     order = random.Random(seed)
-    ranks: list[Iterator[None]] = [steps_in_memory(given[s.rank], s, average, plan) for s in spaces]
+    ranks: list[Iterator[None]] = [steps_in_memory(given[s.rank], s, average) for s in spaces]
     num_steps, left = [0] * len(ranks), set(range(len(ranks)))
     while left:
         rank = order.choice([r for r in left if num_steps[r] <= min(num_steps)])
@@ -82,7 +81,7 @@ def moved(given: list[list[Part]]) -> list[list[Part]]:
     return [[Part(*(None if x is None else x.clone().to(DEVICE) for x in part)) for part in parts] for parts in given]  # type: ignore[arg-type]
 
 
-def check(world: int, plan: ExchangePlan, **options: Any) -> None:
+def check(world: int, **options: Any) -> None:
     """Several reductions one after the other in the same memory."""
     spaces = workspaces(world)
     for seed in range(3):
@@ -90,7 +89,7 @@ def check(world: int, plan: ExchangePlan, **options: Any) -> None:
         theirs = drawn(world, seed=seed, **options)
         ours = moved(theirs)
         by_reference(theirs, average)
-        in_memory(spaces, ours, average, seed, plan)
+        in_memory(spaces, ours, average, seed)
         for rank in range(world):
             for index, (found, wanted) in enumerate(zip(ours[rank], theirs[rank], strict=True)):
                 for name in ("result", "residual"):
@@ -102,22 +101,13 @@ def check(world: int, plan: ExchangePlan, **options: Any) -> None:
                     assert_bitwise(x[~is_nan], y[~is_nan], f"{name} {index} of rank {rank}")
 
 
-@pytest.mark.parametrize(
-    ("world", "ways"), [*((3, ways) for ways in WAYS), *((world, ALONE.ways) for world in (2, 4, 8))], ids=str
-)
-def test_worlds_and_ways(world: int, ways: tuple[Way, Way]) -> None:
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_worlds(world: int) -> None:
     """A part that is cut by a message's end, short ones that share a message."""
-    widths = [NUM_BLOCKS * 128 + 640, 128, 384]
-    check(world, ExchangePlan(ways), widths=widths, dtype=torch.bfloat16, feedback=True)
+    check(world, widths=[NUM_BLOCKS * 128 + 640, 128, 384], dtype=torch.bfloat16, feedback=True)
 
 
 @pytest.mark.parametrize("feedback", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_dtypes(dtype: torch.dtype, feedback: bool) -> None:
-    check(2, ALONE, widths=[33 * 128, 2048], dtype=dtype, feedback=feedback)
-
-
-def test_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each goes through several tiles of 128 blocks, the last one ragged."""
-    monkeypatch.setitem(globals(), "NUM_BLOCKS", 320)
-    check(2, ExchangePlan(ALONE.ways, 2), widths=[300 * 128], dtype=torch.bfloat16, feedback=True)
+    check(2, widths=[33 * 128, 2048], dtype=dtype, feedback=feedback)

@@ -40,6 +40,7 @@ CODE: dict[str, tuple[str, ...]] = {
     "fingerprints_cuda": _LOOP,
     "fsdp": (*_LINEAR, "octavo/parallel"),
     "fsdp_2048_tokens": (*_LINEAR, "octavo/parallel"),
+    "fsdp_h100": (*_LINEAR, "octavo/parallel"),
     "fsdp_budget": _LINEAR,
     "fsdp_simulated": _LINEAR,
     "fsdp_simulated_b86c91b": _LINEAR,
@@ -52,7 +53,9 @@ CODE: dict[str, tuple[str, ...]] = {
     "rl_corrections_cpu": _LOOP,
     "rl_learning": _LOOP,
     "rl_matrix": _LOOP,
+    "reduction_gap": ("octavo/distributed", "octavo/ops/packed"),
     "scale": (*_LOOP, "octavo/distributed", "octavo/parallel"),
+    "scale_h100": ("octavo/distributed", "octavo/ops/packed"),
     "serve": _ENGINE,
     "serve_2d966c2": _ENGINE,
     "sizes": _LINEAR,
@@ -70,7 +73,6 @@ AWAITED: dict[str, tuple[str, ...]] = {
     "fsdp_4096_tokens": (*_LINEAR, "octavo/parallel"),
     "fsdp_trace": (*_LINEAR, "octavo/parallel"),
     "fsdp_trace_2048_tokens": (*_LINEAR, "octavo/parallel"),
-    "reduction_gap": ("octavo/distributed", "octavo/ops/packed"),
 }
 _NO_CODE = ":!octavo/nn/speed_table.json"  # which a benchmark writes
 

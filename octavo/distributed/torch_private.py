@@ -5,7 +5,7 @@ each name. What FSDP2 calls is public: fully_shard, unshard, reshard and their s
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -20,25 +20,35 @@ def param_groups(module: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
+def sharded_parameters(model: Any) -> Iterator[Any]:
+    """What an optimizer holds of a model under FSDP2, also while its modules have whole parameters in their place."""
+    if has_fsdp():
+        from torch.distributed.fsdp import FSDPModule
+
+        modules = (module for module in model.modules() if isinstance(module, FSDPModule))
+        yield from (p.sharded_param for module in modules for group in param_groups(module) for p in group.fsdp_params)
+
+
 def is_unsharded(module: Any) -> bool:
     """Whether a sharded module's own parameters are whole."""
     return all(group.is_unsharded for group in param_groups(module))
 
 
 def keep_reshard_rule(module: Any) -> Callable[[], None]:
-    """Note whether a sharded module frees its parameters after a forward, whose setter knows no "as it was".
+    """Note whether a sharded module frees its parameters after a forward and a backward, whose setters know no "as it
+    was".
 
     Returns:
         What makes it so again.
     """
     state = module._get_fsdp_state()
     is_automatic = state._auto_reshard_after_forward
-    rules = [(group, group.post_forward_mesh_info) for group in param_groups(module)]
+    rules = [(group, group.post_forward_mesh_info, group.reshard_after_backward) for group in param_groups(module)]
 
     def restore() -> None:
         state._auto_reshard_after_forward = is_automatic
-        for group, mesh_info in rules:
-            group.post_forward_mesh_info = mesh_info
+        for group, mesh_info, after_backward in rules:
+            group.post_forward_mesh_info, group.reshard_after_backward = mesh_info, after_backward
 
     return restore
 

@@ -1,5 +1,6 @@
 """FSDP2's all-gather by the copy engines of one host's GPUs, which take no time of the units that compute."""
 
+import logging
 import math
 import weakref
 from collections.abc import Sequence
@@ -7,11 +8,12 @@ from typing import Any
 
 import torch
 
+from octavo.distributed.collectives import all_gather_into
 from octavo.distributed.symmetric import Shared, obstacle_to_sharing, share
 from octavo.distributed.torch_private import gatherer_of, param_groups, set_gatherer
-from octavo.errors import ConfigError
 
 _ALIGNMENT = 2 << 20
+logger = logging.getLogger(__name__)
 
 
 class CopyEngineAllGather:
@@ -31,6 +33,7 @@ class CopyEngineAllGather:
         self._group, self._device = group, device
         self._rank = group.rank()
         self._slots: list[_Slot] = []
+        self._has_failed = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer for a whole unit; all ranks ask for the same."""
@@ -39,23 +42,29 @@ class CopyEngineAllGather:
         slot = min(fitting, key=lambda one: one.num_bytes, default=None)
         if slot is None:
             slot = self._new_slot(-(-num_bytes // _ALIGNMENT) * _ALIGNMENT)
-        return slot.lend(size, num_bytes, dtype)
+        return torch.empty(*size, dtype=dtype, device=device) if slot is None else slot.lend(size, num_bytes, dtype)
 
-    def _new_slot(self, num_bytes: int) -> "_Slot":
+    @torch.inference_mode(False)  # training steps write into what an evaluation may have asked for
+    def _new_slot(self, num_bytes: int) -> "_Slot | None":
+        """None on every rank where any has no more memory to share."""
+        if self._has_failed:
+            return None
         shared = share(self._group, self._device, num_bytes)
         if isinstance(shared, str):
-            raise ConfigError(
-                f"no {num_bytes} bytes of memory that GPUs share for an all-gather: {shared}; shard the model with "
-                "copy_engines=False"
-            )
+            self._has_failed = True
+            logger.warning("some all-gathers go by the process group, not by copy engines: %s", shared)
+            return None
         self._slots.append(_Slot(shared, num_bytes))
         return self._slots[-1]
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> None:
-        """On the current stream: what allocate gave last and nobody has freed since, and this rank's part of it."""
-        slot = next(slot for slot in self._slots if slot.begin == output_tensor.data_ptr())
+        """On the current stream: what allocate gave, and this rank's part of it."""
+        slot = next((slot for slot in self._slots if slot.begin == output_tensor.data_ptr()), None)
+        if slot is None:
+            all_gather_into(output_tensor, input_tensor, group=group, async_op=False)
+            return
         num_bytes = input_tensor.nbytes
         at = slice(self._rank * num_bytes, (self._rank + 1) * num_bytes)
         buffers, rank = slot.shared.buffers, self._rank

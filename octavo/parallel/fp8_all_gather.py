@@ -10,6 +10,7 @@ from torch import nn
 
 from octavo.distributed.torch_private import has_begun, param_groups
 from octavo.errors import ConfigError
+from octavo.models.export import reshard
 from octavo.nn.grouped_linear import GroupedLinear
 from octavo.nn.linear import Linear
 from octavo.nn.weights.gathered import GatheredWeight
@@ -174,5 +175,7 @@ def _begin_with(model: nn.Module, linears: list[Linear]) -> None:
             # another recipe is refused where the linear runs
             if linear.source.begins_early and linear.recipe == linear.source.recipe:  # type: ignore[union-attr]
                 linear.begin_early(linear.source.recipe)  # type: ignore[union-attr, operator]
+        if any(linear.source.begins_early and linear.source.lacks_amax for linear in linears):  # type: ignore[union-attr]
+            reshard(model)  # kept, or of its root: what is gathered again stages its amax
 
     model.register_forward_pre_hook(begin, prepend=True)

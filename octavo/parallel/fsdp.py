@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from octavo.distributed.agreement import check_agreement
 from octavo.distributed.reduction import OrderedReduceScatter
 from octavo.distributed.shards import local
 from octavo.distributed.torch_private import param_groups
@@ -98,7 +99,8 @@ def shard(
         What was sharded.
     Raises:
         ConfigError: an unknown reduction or all_gather_dtype; the model is sharded already; one process and a
-            param_dtype that is not the parameters', which only a gather would round; "ordered" over replicas alone.
+            param_dtype that is not the parameters', which only a gather would round; "ordered" over replicas alone;
+            ranks whose parameters differ (on the device "meta" nothing is compared).
         DtypeError: "ordered" with parameters that are not fp32, whose sums would be rounded at each micro-batch.
     """
     if reduction not in _REDUCTIONS:
@@ -123,6 +125,7 @@ def shard(
         )
     num_params, units = sum(p.numel() for p in params.values()), dict(_units(model))
     if mesh.device_mesh is not None:
+        _check_equal(params, mesh)
         _wrap(model, units, mesh, reduction, (param_dtype, reduce_dtype), reshard_after_forward)
         plan_fusion(model)
     is_coded = all_gather_dtype is not None and mesh.device_mesh is not None
@@ -181,6 +184,20 @@ def _layers(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
+
+
+def _check_equal(params: dict[str, Any], mesh: "Mesh") -> None:
+    """By a sum of each parameter's bits: replicas would train models of their own, shards one that nobody made."""
+    with torch.no_grad():
+        sums = {
+            name: param.view(torch.int16 if param.element_size() == 2 else torch.int32).sum(dtype=torch.int64)
+            for name, param in params.items()
+            if param.element_size() in (2, 4) and not param.is_meta
+        }
+    if sums:
+        values = torch.stack(list(sums.values())).tolist()
+        facts = {f"the sum of the bits of {name}": value for name, value in zip(sums, values, strict=True)}
+        check_agreement(facts, mesh.host_group)
 
 
 def _check_fp32(params: dict[str, Any]) -> None:

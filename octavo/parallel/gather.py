@@ -46,7 +46,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, restore in zip(modules, kept, strict=True):
-            module.reshard()
+            _free(module)
             restore()
 
 
@@ -66,8 +66,7 @@ def kept(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, restore in zip(modules, rules, strict=True):
-            module.set_reshard_after_backward(True, recurse=False)
-            module.reshard()
+            _free(module)
             restore()
 
 
@@ -79,6 +78,12 @@ def set_last_backward(model: nn.Module, is_last: bool) -> None:
     """
     if is_sharded(model):
         model.set_is_last_backward(is_last)  # type: ignore[operator]
+
+
+def _free(module: Any) -> None:
+    """Also a module whose forward has raised, which FSDP2 would keep if that is its rule."""
+    module.set_reshard_after_forward(True, recurse=False)
+    module.reshard()
 
 
 def _sharded_modules(model: nn.Module) -> list[Any]:

@@ -20,6 +20,7 @@ def job(rank: int, world: int) -> dict[str, Any]:
     model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 4))
     fully_shard(model)
     (group,) = torch_private.param_groups(model)
+    held = list(model.parameters())
     found: dict[str, Any] = {"begun": [torch_private.has_begun(group)], "has_fsdp": torch_private.has_fsdp()}
     found["whole"] = [torch_private.is_unsharded(model)]
     for rule in (True, False):
@@ -34,6 +35,7 @@ def job(rank: int, world: int) -> dict[str, Any]:
     with torch.no_grad():
         model(torch.ones(2, 6))
     found["whole"].append(torch_private.is_unsharded(model))
+    found["held"] = [p is q for p, q in zip(torch_private.sharded_parameters(model), held, strict=True)]
     model.reshard()
     model(torch.ones(2, 6)).sum().backward()
     found["begun"].append(torch_private.has_begun(group))
@@ -64,7 +66,7 @@ class Reducer:
 
 def test_each_name_says_what_it_is_taken_to_say() -> None:
     for found in run_group(job, 2):
-        assert found["begun"] == [False, True] and found["has_fsdp"]
+        assert found["begun"] == [False, True] and found["has_fsdp"] and found["held"] == [True] * 4
         assert found["whole"] == [False, False, True, True]
         # of 5 rows each of two ranks has three, one of them padding
         assert found["params"] == [("0.weight", 18), ("0.bias", 3), ("1.weight", 10), ("1.bias", 2)]

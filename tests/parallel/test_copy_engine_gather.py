@@ -97,5 +97,34 @@ def test_training_has_the_bits_of_the_usual_all_gather(backend: str, tmp_path: P
         assert found == {"bf16": 2, "codes": 2, "prefetched": 4}  # buffers
 
 
+def without_memory_in(rank: int, world: int, *, after: int, folder: str) -> list[int]:
+    """Losses agree where memory cannot be shared, or only `after` buffers; the first are asked for by an evaluation."""
+    share, made = share_files(folder, rank, world), [0]
+
+    def fail(*args: Any) -> Any:
+        made[0] += 1
+        return share(*args) if made[0] <= after else "rank 0: no memory"
+
+    group = dist.group.WORLD
+    setattr(copy_engine_gather, "share", fail)  # noqa: B010
+    comm = CopyEngineAllGather(group, torch.device("cpu"))
+    sums = []
+    for is_evaluation in (True, False):
+        with torch.inference_mode(is_evaluation):
+            output = comm.allocate((2 * world,), dtype=torch.float32, device=torch.device("cpu"))
+            piece = output[2 * rank : 2 * rank + 2]
+            piece.copy_(torch.tensor([rank, 1.0]))
+            comm(output, piece, group)
+            sums.append(int(output.sum()))
+            del output, piece
+    return sums
+
+
+@pytest.mark.parametrize("after", [0, 9])
+def test_an_evaluation_may_gather_first_and_memory_may_end(after: int, tmp_path: Path) -> None:
+    for found in run_group(functools.partial(without_memory_in, after=after, folder=str(tmp_path)), 2):
+        assert found == [3, 3]
+
+
 def test_why_not_is_said() -> None:
     assert gather_by_copy_engines([]) == "nothing is gathered"

@@ -1,12 +1,13 @@
 """Weights that stay whole between optimizer steps, and sums that nothing waits for: fewer gathers, the same bits."""
 
-from pathlib import Path
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
+import octavo
 from octavo.distributed.mesh import Mesh, ParallelSection
 from octavo.models.export import has_dtensors, reshard
 from octavo.parallel import kept, set_last_backward, shard
@@ -55,11 +56,46 @@ def job(rank: int) -> dict[str, Any]:
     }
 
 
+def scales_after_scoring(keeps: bool) -> list[torch.Tensor]:
+    """Scales of delayed linears, gathered as codes, whose weights a forward without gradients gathers first."""
+    torch.manual_seed(0)
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(2))
+    model.forward = lambda x: model.layers[1](torch.relu(model.layers[0](x)))
+    octavo.convert(model, octavo.get_recipe("delayed", update_every="step"))
+    mesh = Mesh.from_config(ParallelSection(), "cpu")
+    shard(model, mesh, all_gather_dtype="fp8", param_dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(16, 64, dtype=torch.bfloat16)
+    with kept(model) if keeps else contextlib.nullcontext():
+        for _ in range(STEPS):
+            with torch.no_grad():
+                model(x)
+            for _ in range(2):
+                model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            reshard(model)
+    found = [buffer.clone() for name, buffer in model.named_buffers() if "scale" in name]
+    mesh.close()
+    return found
+
+
+def delayed_job(rank: int) -> list[list[list[float]]]:
+    return [[scale.tolist() for scale in scales_after_scoring(keeps)] for keeps in (True, False)]
+
+
+def test_a_forward_without_gradients_hides_no_amax() -> None:
+    for kept_scales, usual in run_ranks(delayed_job, 2):
+        assert kept_scales == usual and len(usual) == 2
+        assert all(scale != 1.0 for scales in usual for scale in scales)
+
+
 def sums_of(optimizer: MasterAdamW) -> list[Any]:
     return [param.grad for group in optimizer.param_groups for param in group["params"]]
 
 
-def test_a_step_gathers_once_and_has_the_bits_of_one_process(tmp_path: Path) -> None:
+def test_a_step_gathers_once_and_has_the_bits_of_one_process() -> None:
     for found in run_ranks(job, 2):
         assert found["gathers"][0] == found["gathers"][1] and found["again"][0] == found["again"][1]
         assert found["same"] and found["state"] == [True, True]

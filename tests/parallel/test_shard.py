@@ -86,6 +86,7 @@ def job(rank: int) -> dict[str, Any]:
     with pytest.raises(ConfigError, match="was sharded with reduction='ordered'"):
         use_fp8_reduce_scatter(model)
     found["unused"] = refusal_of_unused(mesh)
+    found["unequal"] = refusal_of_unequal(mesh)
     found["converted"] = refusal_of_late_conversion(mesh)
     if mesh.world_size == 4:
         hsdp = Mesh.of_process_group(2, 2, "cpu")
@@ -119,6 +120,16 @@ def refusal_of_unused(mesh: Mesh) -> str:
     shard(model, mesh, reduction="ordered")
     with pytest.raises(ShapeError, match="needs a gradient of every parameter") as error:
         model(torch.ones(2, 8)).sum().backward()
+    return str(error.value)
+
+
+def refusal_of_unequal(mesh: Mesh) -> str:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    with torch.no_grad():
+        for index, parameter in enumerate(model.parameters()):
+            parameter.fill_(mesh.rank if index == 2 else 1.0)
+    with pytest.raises(ConfigError) as error:
+        shard(model, mesh)
     return str(error.value)
 
 
@@ -172,6 +183,7 @@ def test_a_rank_keeps_its_share(ranks: list[dict[str, Any]]) -> None:
 
 def test_an_ordered_reduction_refuses_parameters_without_gradients(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
+        assert "the sum of the bits of 1.weight" in found["unequal"]
         assert "unused.weight" in found["unused"] and "reduction='sum'" in found["unused"]
 
 

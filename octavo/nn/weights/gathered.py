@@ -38,7 +38,7 @@ class GatheredWeight(WeightSource):
         super().__init__(parts, version)
         assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
         self.recipe, self.scaling, self.begins_early = recipe, recipe.weight, recipe.has_state
-        self.stages = self.has_begun = False
+        self.stages = self.has_begun = self._was_staged = False
         self.unit: Any = None
         self._attach = attach
         self._sharded: Any = None  # the parameter (a DTensor), which a gathered one stands in for at times
@@ -88,7 +88,7 @@ class GatheredWeight(WeightSource):
             self._storage = storage
         elif len(pieces) == 1 and self._whole[0][1].scale is not self.scale:
             self._keep(self._whole[0][1].qdata, self.scale)
-        self._codes = self._whole
+        self._codes, self._was_staged = self._whole, self.stages
 
     def _keep(self, codes: torch.Tensor, scale: torch.Tensor | None) -> None:
         assert scale is not None, "a rank that gathers has sent"
@@ -121,6 +121,11 @@ class GatheredWeight(WeightSource):
             self._hollow_at = 0
         else:
             self.release()
+
+    @property
+    def lacks_amax(self) -> bool:
+        """The forward that has begun trains, and would compute from what an evaluation gathered and staged nothing."""
+        return self.stages and self._codes is not None and not self._was_staged
 
     def release(self) -> None:
         """See WeightSource."""

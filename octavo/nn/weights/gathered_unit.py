@@ -37,7 +37,7 @@ class GatheredUnit:
         self._addresses: list[int] = []
         self._batch: MatrixBatch | None = None
         self._made: dict[GatheredWeight, tuple[torch.Tensor, ...]] = {}  # what this gather has yet to ask for
-        self._keys: Sequence[tuple[int, ...] | None] = ()  # of the versions that quant_scales are of
+        self._keys: list[tuple[int, ...] | None] = []  # of the versions that quant_scales are of
         self._quant_scales: torch.Tensor | None = None  # [weights] fp32
         self._watch = WriteWatch()
         for linear in linears:
@@ -95,7 +95,7 @@ class GatheredUnit:
         if not self.scaling.is_per_tensor:
             self._made = dict(zip(self._sources, zip(*batch.quantize(), strict=True), strict=True))
             return
-        is_new, amaxes = self._renew_scales(linears, batch.matrices)
+        keys, is_new, amaxes = self._renew_scales(linears, batch.matrices)
         codes, scales = batch.quantize(self._quant_scales, amaxes)
         # the forward's GEMMs may still wait to read the others
         newer = [index for index, is_newer in enumerate(is_new) if is_newer]
@@ -103,15 +103,17 @@ class GatheredUnit:
             made = torch.stack(list(scales)).view(-1, 1, 1)
             for index in newer:
                 self._sources[index].scale = made[index]
+        self._keys = keys  # last: after an error, versions are new still
         self._made = {source: (piece,) for source, piece in zip(self._sources, codes, strict=True)}
 
     def _renew_scales(
         self, linears: list[Any], matrices: list[torch.Tensor]
-    ) -> tuple[list[bool], list[torch.Tensor] | None]:
+    ) -> tuple[list[tuple[int, ...] | None], list[bool], list[torch.Tensor] | None]:
         """Take quant_scales of new versions, which a history or all ranks' amaxes give.
 
         Returns:
-            (whether each weight is another version, where delayed scaling stages amaxes).
+            (the versions that scales are of then, whether each weight is another one, where delayed scaling stages
+            amaxes).
         """
         sources, keys = self._sources, [source.shard_state() for source in self._sources]
         # a backward sends what its forward sent; stages comes last, and only what trains after an evaluation is new
@@ -122,13 +124,13 @@ class GatheredUnit:
             if self._scales is not None and torch._C._current_graph_task_id() == -1:
                 names = ", ".join(source.full_name for source in sources if source.full_name)
                 self._watch.look(matrices, f"one of {names}" if len(sources) > 1 and names else names)
-            return is_new, None
-        self._keys = [key if is_newer else old for key, old, is_newer in zip(keys, self._keys, is_new, strict=True)]
+            return self._keys, is_new, None
+        kept = [key if is_newer else old for key, old, is_newer in zip(keys, self._keys, is_new, strict=True)]
         if self._scales is not None:
             self._watch.begin(matrices, (sum(key[0] for key in keys), sum(key[1] + key[2] for key in keys)))
             self._quant_scales = self._scales.of(self)
-            return is_new, None
-        return is_new, self._take_over(linears, is_new)
+            return kept, is_new, None
+        return kept, is_new, self._take_over(linears, is_new)
 
     def _take_over(self, linears: list[Any], is_new: list[bool]) -> list[torch.Tensor] | None:
         """Copy the histories' scales, which may change before this forward's backward; returns where amaxes go."""

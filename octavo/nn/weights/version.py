@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from octavo.distributed.torch_private import sharded_parameters
+
 
 class _OptimizerSteps:
     """Counts the steps of every torch optimizer: fused ones write weights without moving Tensor._version."""
@@ -80,7 +82,8 @@ class ModelState:
     def note_step(self, held: set[int]) -> bool:
         """Some optimizer has stepped, which holds parameters of these ids; whether any is of the model."""
         model = self._model()
-        is_own = model is not None and any(id(parameter) in held for parameter in model.parameters())
+        own = () if model is None else itertools.chain(model.parameters(), sharded_parameters(model))
+        is_own = any(id(parameter) in held for parameter in own)
         self._num_steps += is_own
         return is_own
 

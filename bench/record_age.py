@@ -45,6 +45,7 @@ CODE: dict[str, tuple[str, ...]] = {
     "fsdp_simulated": _LINEAR,
     "fsdp_simulated_b86c91b": _LINEAR,
     "peers": _ENGINE,  # octavo's figures in it are of its commit, those of others of none of ours
+    "nightly": ("octavo/distributed", "octavo/parallel", "octavo/run", "octavo/train", "octavo/rl"),
     "perplexity": _ENGINE,
     "pretraining": _TRAINER,
     "qdq": ("octavo/ops", "octavo/qdq"),

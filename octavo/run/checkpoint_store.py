@@ -7,6 +7,7 @@ several ranks save, trainer/ takes the place of trainer.safetensors: the shards,
 """
 
 import dataclasses
+import functools
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from octavo import __version__
-from octavo.distributed.outcome import is_first, place_in, together
+from octavo.distributed.outcome import all_do, is_first, place_in, together
 from octavo.errors import CheckpointError, ConfigError, StorageError
 from octavo.models import Decoder
 from octavo.models.checkpoint.atomic import shared_directory
@@ -152,7 +153,10 @@ class CheckpointStore:
         if self._background is None:
             self._save(path, description, state, write_model, parameters)
             return path
-        state, parameters = self._copies.copy(state, parameters, is_open=self._is_open)
+        # where one rank lacks the memory none saves
+        state, parameters = all_do(
+            self._group, functools.partial(self._copies.copy, state, parameters, is_open=self._is_open)
+        )
         written = (path, dict(description), state, write_model, parameters)
         self._pending = self._background.submit(self._save_copies, *written)
         return path
@@ -161,7 +165,8 @@ class CheckpointStore:
         """Take the memory of saves in the background before the first one, which then does not wait for it."""
         if self._background is not None:
             self.wait()
-            self._pending = self._background.submit(self._copies.reserve, state, model.tensors)
+            reserve = functools.partial(self._copies.reserve, state, model.tensors)
+            self._pending = self._background.submit(all_do, self._group, reserve)
 
     def wait(self) -> None:
         """Wait until the last save is on disk; call it at the end of a run, before the process group ends.

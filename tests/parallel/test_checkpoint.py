@@ -27,6 +27,7 @@ from octavo.models.export import ModelExport
 from octavo.nn import PackedContext
 from octavo.numerics import Numerics, get_recipe
 from octavo.parallel import load_sharded, load_weights, shard
+from octavo.parallel.staging import HostCopies
 from octavo.run.checkpoint_store import CheckpointStore
 from tests.assertions import assert_raises
 from tests.ranks import run_ranks
@@ -182,6 +183,16 @@ def two_ranks(rank: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+def no_memory(*_: Any, **__: Any) -> Any:
+    raise MemoryError("no page-locked memory")
+
+
+def refusal(save: Callable[[], object]) -> str:
+    with pytest.raises(RuntimeError) as error:
+        save()
+    return str(error.value)
+
+
 def in_background(mesh: Mesh, folder: Path, weights: Decoder) -> dict[str, Any]:
     """Saves that training overtakes, one that fails, and one after it."""
     store = CheckpointStore(folder / "background", keep=9, mesh=mesh, is_async=True)
@@ -200,6 +211,8 @@ def in_background(mesh: Mesh, folder: Path, weights: Decoder) -> dict[str, Any]:
     with small_disk(1, 2_000_000):
         found["begun"] = caught(lambda: store.save({"step": 4}, large, ModelExport(weights)))
         found["raised late"] = caught(store.wait)
+    with mock.patch.object(HostCopies, "copy", HostCopies.copy if mesh.is_first else no_memory):
+        found["no memory"] = refusal(lambda: store.save({"step": 5}, large, ModelExport(weights)))
     store.save({"step": 6}, large, ModelExport(weights))
     store.wait()
     found["background"] = sorted(path.name for path in store.root.iterdir())
@@ -280,6 +293,7 @@ def test_what_one_rank_meets_all_raise_and_nothing_is_left(two: tuple[Path, list
         assert ranks[0][key] == ranks[1][key], key
         assert ranks[0][key][0] == kind, key
         assert text in ranks[0][key][1], ranks[0][key]
+    assert ranks[0]["no memory"] == ranks[1]["no memory"] == "rank 1: MemoryError: no page-locked memory"
     assert ranks[0]["other"] == ranks[1]["other"]
     assert ranks[0]["other"].startswith("rank 1: ZeroDivisionError: ")
     for key, part in (("full model", "model"), ("full trainer", "trainer")):

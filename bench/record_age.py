@@ -42,6 +42,7 @@ CODE: dict[str, tuple[str, ...]] = {
     "fsdp_2048_tokens": (*_LINEAR, "octavo/parallel"),
     "fsdp_h100": (*_LINEAR, "octavo/parallel"),
     "fsdp_budget": _LINEAR,
+    "fsdp_trace": (*_LINEAR, "octavo/parallel"),
     "fsdp_simulated": _LINEAR,
     "fsdp_simulated_b86c91b": _LINEAR,
     "peers": _ENGINE,  # octavo's figures in it are of its commit, those of others of none of ours
@@ -72,7 +73,6 @@ CODE: dict[str, tuple[str, ...]] = {
 AWAITED: dict[str, tuple[str, ...]] = {
     "fsdp_1024_tokens": (*_LINEAR, "octavo/parallel"),
     "fsdp_4096_tokens": (*_LINEAR, "octavo/parallel"),
-    "fsdp_trace": (*_LINEAR, "octavo/parallel"),
     "fsdp_trace_2048_tokens": (*_LINEAR, "octavo/parallel"),
 }
 _NO_CODE = ":!octavo/nn/speed_table.json"  # which a benchmark writes

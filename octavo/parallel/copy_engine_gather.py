@@ -55,6 +55,7 @@ class CopyEngineAllGather:
             logger.warning("some all-gathers go by the process group, not by copy engines: %s", shared)
             return None
         self._slots.append(_Slot(shared, num_bytes))
+        logger.info("buffer %d for all-gathers by copy engines: %.0f MiB", len(self._slots), num_bytes / 2**20)
         return self._slots[-1]
 
     def __call__(

@@ -12,9 +12,14 @@ from tests.quiet import cores_alone
 
 
 @pytest.mark.slow(first=True)
-def test_two_ranks_are_equal_to_one_process_and_a_difference_is_seen(tmp_path: Path) -> None:
+def test_two_ranks_are_equal_to_one_process_and_a_difference_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a third of the demo's steps: a checkpoint, some steps, the kill, and some more."""
     from bench.demo.display import Display
 
+    monkeypatch.setattr("bench.demo.ranks._STEPS", 8)
+    monkeypatch.setattr("bench.demo.ranks._KILL_AFTER", 5)
     with cores_alone():
         assert run_ranks_demo(2, tmp_path, 0, Display())
     compared = json.loads((tmp_path / "ranks.json").read_text())["compared"]
@@ -23,7 +28,7 @@ def test_two_ranks_are_equal_to_one_process_and_a_difference_is_seen(tmp_path: P
     metrics.write_text(metrics.read_text().replace('"loss": ', '"loss": 1', 1))
     (weights,) = (tmp_path / "rl-ranks" / "final").glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x55")
-    assert [each.is_equal for each in (*_compare_training(tmp_path, 2, 13), *_compare_rl(tmp_path))] == [
+    assert [each.is_equal for each in (*_compare_training(tmp_path, 2, 5), *_compare_rl(tmp_path))] == [
         False,
         True,
         True,
@@ -31,7 +36,7 @@ def test_two_ranks_are_equal_to_one_process_and_a_difference_is_seen(tmp_path: P
         False,
     ]
     shutil.rmtree(tmp_path / "ranks" / "checkpoints")
-    assert not list(_compare_training(tmp_path, 2, 13))[1].is_equal
+    assert not list(_compare_training(tmp_path, 2, 5))[1].is_equal
 
 
 def test_one_rank_is_refused(run_octavo, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -317,13 +317,14 @@ def test_frozen_weight_and_frozen_input(generator):
 @pytest.mark.slow(first=True)
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_llama_ffn(recipe):
-    """The Llama feed-forward block, 4096 / 16384 (a quarter but for one recipe): output and every gradient.
+    """The Llama feed-forward block, 1024 / 4096, and once as wide inside as that of 4096: output and every gradient.
 
-    What width alone can break, the sums, is the same code for every recipe; the scales' errors do not depend on it.
+    What width alone can break, the sums over 16384 and 32768, is the same code for every recipe; the scales' errors do
+    not depend on it.
     """
     torch.manual_seed(0)
-    hidden = 4096 if recipe == "blockwise" else 1024
-    block = nn.MLP(hidden, 4 * hidden, dtype=torch.float32)
+    hidden, inside = 1024, 16384 if recipe == "blockwise" else 4096
+    block = nn.MLP(hidden, inside, dtype=torch.float32)
     for linear in (block.gate_up_proj, block.down_proj):
         torch.nn.init.normal_(linear.weight, std=0.02)
     x = torch.randn(128, hidden, requires_grad=True)

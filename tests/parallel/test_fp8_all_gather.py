@@ -1,8 +1,10 @@
 """all_gather_dtype="fp8" on 2 and 4 ranks: bits of one process, a quantization a step, half the bytes, nothing held."""
 
+import dataclasses
 import itertools
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -71,29 +73,41 @@ def casts() -> Iterator[list[int]]:
         yield sizes
 
 
-def against_one_process(recipe: str, mesh: Mesh) -> dict[str, Any]:
-    """A Decoder with masters: three steps of two micro-batches a rank, gradients added in order."""
+Trained = tuple[list[float], list[list[torch.Tensor]], list[torch.Tensor]]  # losses, gradients of steps, masters
 
-    def train(model: Decoder, share: range) -> list[Any]:
-        optimizer, losses, grads = MasterAdamW(model, OptimizerSection(lr=0.01)), [], []
-        for step in range(3):
-            for index in share:
-                ids = torch.randint(0, 96, (TOKENS + 1,), generator=torch.Generator().manual_seed(50 * step + index))
-                loss = summed_loss(model, make_batch([ids.numpy()], None)) / 100
-                loss.backward()
-                optimizer.accumulate_gradients()
-                losses.append(loss.item())
-            masters = optimizer._update._masters  # type: ignore[union-attr]
-            grads.append([whole(master.grad) for master in masters.values()])
-            optimizer.step()
-        return [losses, grads, [whole(master) for master in masters.values()]]
 
-    num = 2 * mesh.world_size
-    losses, grads, masters = train(make_decoder(recipe, mesh), range(num))
+def train_decoder(model: Decoder, share: range) -> Trained:
+    """Three steps of a share of the micro-batches, with masters."""
+    optimizer, losses, grads = MasterAdamW(model, OptimizerSection(lr=0.01)), [], []
+    for step in range(3):
+        for index in share:
+            ids = torch.randint(0, 96, (TOKENS + 1,), generator=torch.Generator().manual_seed(50 * step + index))
+            loss = summed_loss(model, make_batch([ids.numpy()], None)) / 100
+            loss.backward()
+            optimizer.accumulate_gradients()
+            losses.append(loss.item())
+        masters = optimizer._update._masters  # type: ignore[union-attr]
+        grads.append([whole(master.grad) for master in masters.values()])
+        optimizer.step()
+    return losses, grads, [whole(master) for master in masters.values()]
+
+
+def one_process(recipes: Collection[str], num_ranks: int, folder: Path) -> Path:
+    """A file of what this process, which is alone, makes of two micro-batches for each of so many ranks."""
+    as_large = dataclasses.replace(Mesh.single(), world_size=num_ranks)
+    expected = {recipe: train_decoder(make_decoder(recipe, as_large), range(2 * num_ranks)) for recipe in recipes}
+    torch.save(expected, folder / f"{num_ranks}.pt")
+    return folder / f"{num_ranks}.pt"
+
+
+def against_one_process(recipe: str, mesh: Mesh, expected: dict[str, Trained]) -> dict[str, Any]:
+    """A Decoder with masters: gradients added in order."""
+    losses, grads, masters = expected[recipe]
     model = make_decoder(recipe, mesh, torch.float32)
     report = shard(model, mesh, reduction="ordered", param_dtype=torch.bfloat16, all_gather_dtype="fp8")
+    num = 2 * mesh.world_size
     share = mesh.own_share(num)
-    own_losses, own_grads, own_masters = train(model, share)
+    own_losses, own_grads, own_masters = train_decoder(model, share)
     pairs = [
         *zip(itertools.chain(*grads), itertools.chain(*own_grads), strict=True),
         *zip(masters, own_masters, strict=True),
@@ -188,10 +202,10 @@ def memory(recipe: str, mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def fast_job(rank: int) -> dict[str, Any]:
+def fast_job(rank: int, file: Path) -> dict[str, Any]:
     mesh = Mesh.from_config(ParallelSection(), "cpu")
     found = {
-        "one": {"blockwise": against_one_process("blockwise", mesh)},
+        "one": {"blockwise": against_one_process("blockwise", mesh, torch.load(file))},
         "eager": against_bf16("mixed", mesh, ("eager",)),
         "evaluations": evaluations("mixed", mesh),
     }
@@ -199,13 +213,14 @@ def fast_job(rank: int) -> dict[str, Any]:
     return found
 
 
-def slow_job(rank: int) -> dict[str, Any]:
+def slow_job(rank: int, file: Path) -> dict[str, Any]:
     mesh = Mesh.from_config(ParallelSection(), "cpu")
-    found: dict[str, Any] = {"one": {recipe: against_one_process(recipe, mesh) for recipe in CODED}}
+    expected = torch.load(file)
+    found: dict[str, Any] = {"one": {recipe: against_one_process(recipe, mesh, expected) for recipe in CODED}}
     found["accumulation"] = accumulation(mesh)
     if mesh.world_size == 4:
         hsdp = Mesh.of_process_group(2, 2, "cpu")
-        found["hsdp"] = {recipe: against_one_process(recipe, hsdp) for recipe in CODED}
+        found["hsdp"] = {recipe: against_one_process(recipe, hsdp, expected) for recipe in CODED}
     else:
         found["bf16"] = {recipe: against_bf16(recipe, mesh) for recipe in RECIPES}
         found["memory"] = {recipe: memory(recipe, mesh) for recipe in RECIPES}
@@ -215,17 +230,17 @@ def slow_job(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(fast_job, 2)
+    return run_ranks(fast_job, 2, one_process(["blockwise"], 2, tmp_path_factory.mktemp("ranks")))
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(slow_job, 2)
+    return run_ranks(slow_job, 2, one_process(CODED, 2, tmp_path_factory.mktemp("two")))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(slow_job, 4)
+    return run_ranks(slow_job, 4, one_process(CODED, 4, tmp_path_factory.mktemp("four")))
 
 
 def check_one(found: dict[str, Any], coded: tuple[str, ...]) -> None:

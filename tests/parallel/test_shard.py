@@ -1,5 +1,6 @@
 """shard on 2 and 4 ranks: gradients and masters of three steps have the bits of one process."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,9 +58,9 @@ def whole(tensor: torch.Tensor | None) -> torch.Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
-def differences(recipe: str, mesh: Mesh, reduction: str) -> dict[str, Any]:
+def differences(recipe: str, mesh: Mesh, reduction: str, of_one: dict[str, Any]) -> dict[str, Any]:
     """Elements that differ from one process, and the largest relative difference."""
-    expected = train(make(recipe), range(MICRO_BATCHES))
+    expected = of_one[recipe]
     model = make(recipe, torch.float32)
     report = shard(model, mesh, reduction=reduction, param_dtype=torch.bfloat16)  # type: ignore[arg-type]
     got = train(model, mesh.own_share(MICRO_BATCHES))
@@ -76,10 +77,10 @@ def differences(recipe: str, mesh: Mesh, reduction: str) -> dict[str, Any]:
     }
 
 
-def job(rank: int) -> dict[str, Any]:
-    mesh = Mesh.from_config(ParallelSection(), "cpu")
-    found: dict[str, Any] = {recipe: differences(recipe, mesh, "ordered") for recipe in RECIPES}
-    found["sum"] = differences("blockwise", mesh, "sum")
+def job(rank: int, file: Path) -> dict[str, Any]:
+    mesh, of_one = Mesh.from_config(ParallelSection(), "cpu"), torch.load(file)
+    found: dict[str, Any] = {recipe: differences(recipe, mesh, "ordered", of_one) for recipe in RECIPES}
+    found["sum"] = differences("blockwise", mesh, "sum", of_one)
     found["mean"] = mean_of_plain(mesh)
     model = make("bf16", torch.float32)
     shard(model, mesh, reduction="ordered")
@@ -90,8 +91,8 @@ def job(rank: int) -> dict[str, Any]:
     found["converted"] = refusal_of_late_conversion(mesh)
     if mesh.world_size == 4:
         hsdp = Mesh.of_process_group(2, 2, "cpu")
-        found["hsdp ordered"] = differences("blockwise", hsdp, "ordered")
-        found["hsdp sum"] = differences("blockwise", hsdp, "sum")
+        found["hsdp ordered"] = differences("blockwise", hsdp, "ordered", of_one)
+        found["hsdp sum"] = differences("blockwise", hsdp, "sum", of_one)
     mesh.close()
     return found
 
@@ -147,9 +148,17 @@ def refusal_of_late_conversion(mesh: Mesh) -> list[str]:
     return texts
 
 
+@pytest.fixture(scope="module")
+def of_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of what one process makes of all micro-batches, under each recipe."""
+    file = tmp_path_factory.mktemp("one") / "process.pt"
+    torch.save({recipe: train(make(recipe), range(MICRO_BATCHES)) for recipe in RECIPES}, file)
+    return file
+
+
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(job, request.param)
+def ranks(request: pytest.FixtureRequest, of_one: Path) -> list[dict[str, Any]]:
+    return run_ranks(job, request.param, of_one)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

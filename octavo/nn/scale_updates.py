@@ -113,6 +113,7 @@ class _Plan:
 _plans: weakref.WeakKeyDictionary[nn.Module, _Plan] = weakref.WeakKeyDictionary()  # by the first of the models
 
 
+@torch.inference_mode(False)  # what is kept for later steps
 @torch.no_grad()
 def _update(models: Sequence[nn.Module]) -> None:
     named = itertools.chain.from_iterable(model.named_modules() for model in models)

@@ -108,7 +108,7 @@ def sections_of(path: str | Path) -> set[str]:
 
 
 def refuse_empty(path: str | Path, overrides: Iterable[str], example: str) -> None:
-    """Before a run from a TOML file: one that sets no key was cut short or is another's; defaults are nobody's run.
+    """Before a run from a TOML file: refuse one that sets no key: it was cut short, or is another.
 
     Args:
         overrides: as load_config takes them; one is enough.

@@ -9,16 +9,15 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from octavo import env
+from octavo.distributed.outcome import all_do, together
 from octavo.distributed.packed import Packed
 from octavo.ops.packed import BLOCK
-
-T = TypeVar("T")
 
 MAX_RANKS = 8
 # Elements that travel together: a workspace is as large as what came so far, in these bounds.
@@ -63,16 +62,13 @@ class Workspace:
     barrier that its readers entered when they had done so. Takes 2.06 bytes an element of the longest message.
 
     Args:
-        buffers: [bytes] uint8 of each rank, this one's too, by rank; as long on all of them.
-        rank: this one.
-        barrier: orders what all ranks do before it before what they do after it, in their current streams.
+        shared: whose memory it is.
     """
 
-    def __init__(self, buffers: list[torch.Tensor], rank: int, barrier: Callable[[], None]) -> None:
-        self.rank, self.barrier = rank, barrier
-        self.num_blocks = slot_blocks(len(buffers[rank]), len(buffers))
-        self._buffers = buffers
-        self._slots = [buffer.view(2, len(buffers), self.num_blocks * _BLOCK_BYTES) for buffer in buffers]
+    def __init__(self, shared: Shared) -> None:
+        self._buffers, self.rank, self.barrier = shared
+        self.num_blocks = slot_blocks(len(self._buffers[self.rank]), len(self._buffers))
+        self._slots = [buffer.view(2, len(self._buffers), self.num_blocks * _BLOCK_BYTES) for buffer in self._buffers]
         self.shots = self._make_shots()
         self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         self.is_largest = False  # ranks had no more memory
@@ -149,7 +145,7 @@ def workspace_of(group: Any, device: torch.device, numel: int) -> Workspace | st
         _kept[group] = obstacle
         return obstacle
     shared = share(group, device, num_bytes)
-    made = shared if isinstance(shared, str) else Workspace(*shared)
+    made = shared if isinstance(shared, str) else Workspace(shared)
     if isinstance(made, Workspace):
         logger.info("FP8 all-reduces go through the memory of %d GPUs, %.0f MiB on each", world, num_bytes / 2**20)
     elif kept is None:
@@ -172,7 +168,8 @@ def obstacle_to_sharing(group: Any, device: torch.device) -> str | None:
     elif "cuda:nccl" not in (backend := dist.get_backend_config(group)):
         own = f"the process group's backend is {backend}, not NCCL"
     boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
-    places = _gather(group, (f"{socket.gethostname()} {boot}", device.index, own))
+    place = f"{socket.gethostname()} {boot}", device.index, own
+    places = together(group, lambda: place)
     if said := [each for *_, each in places if each is not None]:
         return str(said[0])
     if len({host for host, *_ in places}) > 1:
@@ -182,7 +179,7 @@ def obstacle_to_sharing(group: Any, device: torch.device) -> str | None:
         return "each rank must see all GPUs, and have one of its own: two say that theirs has the same number"
     lacking = [i for i in indices if i != device.index and not torch.cuda.can_device_access_peer(device.index, i)]
     own = f"GPU {device.index} cannot reach the memory of GPU {lacking[0]}" if lacking else None
-    return next((each for each in _gather(group, own) if each is not None), None)
+    return next((each for each in together(group, lambda: own) if each is not None), None)
 
 
 _shared: list[weakref.ref[torch.Tensor]] = []
@@ -195,14 +192,15 @@ def shared_bytes() -> int:
 
 def share(group: Any, device: torch.device, num_bytes: int) -> Shared | str:
     """New buffers of so many bytes on every rank, or on none and why. A collective, for ranks without an obstacle."""
-    buffer = _attempt(lambda: _allocate(num_bytes, device))
-    if failed := _first(group, buffer):  # before a rendezvous, in which the others would wait
-        return failed
-    assert isinstance(buffer, torch.Tensor), buffer
-    shared = _attempt(lambda: _meet(group, buffer))
-    if isinstance(shared, Shared):
-        _shared.append(weakref.ref(shared.buffers[shared.rank]))
-    return _first(group, shared) or shared
+    try:
+        # each before the next one, in which the others would wait
+        buffer = all_do(group, lambda: _allocate(num_bytes, device))
+        shared = all_do(group, lambda: _meet(group, buffer))
+    except RuntimeError as error:  # another torch, no memory, no way to a peer
+        return str(error)
+    _shared[:] = [ref for ref in _shared if ref() is not None]
+    _shared.append(weakref.ref(shared.buffers[shared.rank]))
+    return shared
 
 
 def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -222,22 +220,3 @@ def _meet(group: Any, buffer: torch.Tensor) -> Shared:
         raise RuntimeError("torch gives another address for this rank's buffer than it has")
     timeout_ms = round(group._get_backend(buffer.device).options._timeout.total_seconds() * 1e3)
     return Shared(buffers, handle.rank, lambda: handle.barrier(channel=0, timeout_ms=timeout_ms))
-
-
-def _attempt(run: Callable[[], T]) -> T | str:
-    try:
-        return run()
-    except (AttributeError, ImportError, RuntimeError) as error:  # another torch, no memory, no way to a peer
-        return f"{type(error).__name__}: {error}"
-
-
-def _first(group: Any, found: object) -> str | None:
-    """What the first rank whose attempt failed says of it."""
-    said = _gather(group, found if isinstance(found, str) else None)
-    return next((f"rank {rank}: {each}" for rank, each in enumerate(said) if each is not None), None)
-
-
-def _gather(group: Any, own: Any) -> list[Any]:
-    everyones: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, own, group=group)
-    return everyones

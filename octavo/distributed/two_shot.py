@@ -1,6 +1,6 @@
 """All-reduce in FP8, in two shots: quantize, all-to-all, sum in fp32, quantize, all-gather.
 
-GPUs of one host write and read each other's memory (symmetric.py); elsewhere the process group's collectives carry the
+GPUs of one host write and read each other's memory (symmetric.py); else the process group's collectives carry the
 codes. What is long is cut. Neither changes a bit.
 """
 

@@ -187,7 +187,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _check_equal(params: dict[str, Any], mesh: "Mesh") -> None:
-    """By a sum of each parameter's bits: replicas would train models of their own, shards one that nobody made."""
+    """By a sum of each parameter's bits: replicas would train models of their own, shards a mixture of several."""
     with torch.no_grad():
         sums = {
             name: param.view(torch.int16 if param.element_size() == 2 else torch.int32).sum(dtype=torch.int64)

@@ -34,20 +34,14 @@ def gathered(model: nn.Module) -> Iterator[None]:
     if not modules:
         yield
         return
-    kept = [keep_reshard_rule(module) for module in modules]
-    with torch.inference_mode(False), torch.no_grad():  # parameters made inside of it could not be trained
-        for linear in model.modules():
-            if isinstance(source := vars(linear).get("source"), GatheredWeight):
-                source.stages = False  # what is gathered here is of no training forward
-        for module in modules:
-            module.set_reshard_after_forward(False, recurse=False)
-            module.unshard()
-    try:
+    with _unfreed(modules):
+        with torch.inference_mode(False), torch.no_grad():  # parameters made inside of it could not be trained
+            for linear in model.modules():
+                if isinstance(source := vars(linear).get("source"), GatheredWeight):
+                    source.stages = False  # what is gathered here is of no training forward
+            for module in modules:
+                module.unshard()
         yield
-    finally:
-        for module, restore in zip(modules, kept, strict=True):
-            _free(module)
-            restore()
 
 
 @contextlib.contextmanager
@@ -57,17 +51,8 @@ def kept(model: nn.Module) -> Iterator[None]:
     After new weights call octavo.models.export.reshard, which frees it: the next forward gathers again. Nothing is
     gathered here. For a model that is not sharded nothing happens.
     """
-    modules = _sharded_modules(model)
-    rules = [keep_reshard_rule(module) for module in modules]
-    for module in modules:
-        module.set_reshard_after_forward(False, recurse=False)
-        module.set_reshard_after_backward(False, recurse=False)
-    try:
+    with _unfreed(_sharded_modules(model), after_backward=True):
         yield
-    finally:
-        for module, restore in zip(modules, rules, strict=True):
-            _free(module)
-            restore()
 
 
 def set_last_backward(model: nn.Module, is_last: bool) -> None:
@@ -80,10 +65,22 @@ def set_last_backward(model: nn.Module, is_last: bool) -> None:
         model.set_is_last_backward(is_last)  # type: ignore[operator]
 
 
-def _free(module: Any) -> None:
-    """Also a module whose forward has raised, which FSDP2 would keep if that is its rule."""
-    module.set_reshard_after_forward(True, recurse=False)
-    module.reshard()
+@contextlib.contextmanager
+def _unfreed(modules: list[Any], after_backward: bool = False) -> Iterator[None]:
+    """Within, no forward frees what modules have whole, and if asked for no backward; at the end it is freed."""
+    rules = [keep_reshard_rule(module) for module in modules]
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+        if after_backward:
+            module.set_reshard_after_backward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module, restore in zip(modules, rules, strict=True):
+            # FSDP2 would keep a module whose forward has raised, if that is its rule
+            module.set_reshard_after_forward(True, recurse=False)
+            module.reshard()
+            restore()
 
 
 def _sharded_modules(model: nn.Module) -> list[Any]:

@@ -45,7 +45,7 @@ class HostCopies:
 
         Args:
             is_open: return while pieces of 1 MiB and more are still copied from a GPU. Until `hold_writes` was called
-                nobody may change those, and until `wait` has returned nobody may read the copies.
+                they may not be changed, and until `wait` has returned the copies may not be read.
         Returns:
             For each mapping its names, with tensors on the CPU: DTensors of the same mesh and placements, plain ones.
         """

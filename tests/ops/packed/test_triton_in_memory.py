@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from octavo.distributed.symmetric import Workspace
+from octavo.distributed.symmetric import Shared, Workspace
 from octavo.distributed.two_shot import Part, steps_in_memory
 from octavo.ops.packed import reference
 from octavo.testing import assert_bitwise, generate
@@ -30,7 +30,7 @@ def workspaces(world: int) -> list[Workspace]:
     buffers = [
         torch.full((2 * world * NUM_BLOCKS * 132,), 0xFF, dtype=torch.uint8, device=DEVICE) for _ in range(world)
     ]
-    return [Workspace(buffers, rank, lambda: None) for rank in range(world)]
+    return [Workspace(Shared(buffers, rank, lambda: None)) for rank in range(world)]
 
 
 def in_memory(spaces: list[Workspace], given: list[list[Part]], average: bool, seed: int) -> None:

@@ -3,15 +3,15 @@
 history is [LEN, N]: row 0 stages the current step's amax, row i + 1 moves to row i, the staged row becomes the last.
 """
 
-import contextlib
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from octavo.ops._runtime.launch.triton import Launcher, is_on_current_device, launcher_of
+from octavo.ops._runtime.launch.triton import Launcher, is_on_current_device, launcher_of, on_device_of
 from octavo.ops.quantize.delayed.reference import GRAD_SLOT
 
 MAX_HISTORY = 4096  # rows that one program can hold
@@ -116,15 +116,10 @@ def update(
 
 
 @functools.lru_cache(maxsize=256)
-def _launcher(
-    num_rows: int, num_slots: int, forward_max: float, grad_max: float, margin: int, most_recent: bool
-) -> Launcher:
-    part = 2.0**-margin
+def _launcher(num_rows: int, num_slots: int, *rules: Any) -> Launcher:
     return launcher_of(
-        update_history, FORWARD_MAX=forward_max * part, GRAD_MAX=grad_max * part, GRAD_SLOT=GRAD_SLOT,
-        MOST_RECENT=most_recent,
-        LEN=num_rows, N=num_slots, LEN_BLOCK=triton.next_power_of_2(num_rows),
-        N_BLOCK=triton.next_power_of_2(num_slots), num_warps=8,
+        update_history, **_constants(*rules), LEN=num_rows, N=num_slots,
+        LEN_BLOCK=triton.next_power_of_2(num_rows), N_BLOCK=triton.next_power_of_2(num_slots), num_warps=8,
     )  # fmt: skip
 
 
@@ -151,16 +146,16 @@ class Table:
 def update_many(table: Table, forward_max: float, grad_max: float, margin: int, most_recent: bool) -> None:
     """update of each linear of a table, in one launch."""
     launch = _many_launcher(*table.blocks, forward_max, grad_max, margin, most_recent)
-    with torch.cuda.device(table.anchor.device) if table.anchor.is_cuda else contextlib.nullcontext():
+    with on_device_of(table.anchor):
         launch((len(table.entries), 1, 1), table.anchor, table.entries)
 
 
 @functools.lru_cache(maxsize=256)
-def _many_launcher(
-    len_block: int, n_block: int, forward_max: float, grad_max: float, margin: int, most_recent: bool
-) -> Launcher:
+def _many_launcher(len_block: int, n_block: int, *rules: Any) -> Launcher:
+    return launcher_of(update_histories, **_constants(*rules), LEN_BLOCK=len_block, N_BLOCK=n_block, num_warps=8)
+
+
+def _constants(forward_max: float, grad_max: float, margin: int, most_recent: bool) -> dict[str, Any]:
     part = 2.0**-margin
-    return launcher_of(
-        update_histories, FORWARD_MAX=forward_max * part, GRAD_MAX=grad_max * part, GRAD_SLOT=GRAD_SLOT,
-        MOST_RECENT=most_recent, LEN_BLOCK=len_block, N_BLOCK=n_block, num_warps=8,
-    )  # fmt: skip
+    limits = {"FORWARD_MAX": forward_max * part, "GRAD_MAX": grad_max * part}
+    return limits | {"GRAD_SLOT": GRAD_SLOT, "MOST_RECENT": most_recent}

@@ -17,6 +17,7 @@ from octavo.nn.weights.gathered import GatheredWeight
 from octavo.nn.weights.gathered_unit import GatheredUnit
 from octavo.nn.weights.operands import row_ranges
 from octavo.nn.weights.shared_scales import SharedScales
+from octavo.nn.weights.version import ModelState
 from octavo.parallel.sharded_weight import attach
 
 
@@ -56,7 +57,7 @@ def gather_codes(model: nn.Module, units: list[nn.Module], param_dtype: torch.dt
         raise ConfigError("FSDP2 asks for hooks before the first forward, and this model has run; shard it, then run")
     users = collections.Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     offloaded = {id(p.sharded_param) for group in groups for p in group.fsdp_params if p.offload_to_cpu}
-    found, early, coded = [], [], set()
+    found, early, coded, steps = [], [], set(), ModelState(model)
     for name, linear in model.named_modules():
         if isinstance(linear, nn.Linear):
             size = linear.weight.numel() * (param_dtype or linear.weight.dtype).itemsize
@@ -73,7 +74,7 @@ def gather_codes(model: nn.Module, units: list[nn.Module], param_dtype: torch.dt
             found.append(GatheredBytes(name, linear.weight.numel() * itemsize, reason))
             continue
         source = GatheredWeight(linear.parts, linear.recipe, attach, linear.weight_version)  # type: ignore[arg-type]
-        source.full_name, source.group = linear.full_name, linear.source.group
+        source.full_name, source.group, source.model = linear.full_name, linear.source.group, steps
         linear.source = source
         source.replace_weight(linear.weight)
         coded.add(linear)

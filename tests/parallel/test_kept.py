@@ -10,6 +10,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 import octavo
 from octavo.distributed.mesh import Mesh, ParallelSection
 from octavo.models.export import has_dtensors, reshard
+from octavo.nn.weights import shared_scales
 from octavo.parallel import kept, set_last_backward, shard
 from octavo.run.optimizer import MasterAdamW
 from octavo.run.sections import OptimizerSection
@@ -89,6 +90,39 @@ def test_a_forward_without_gradients_hides_no_amax() -> None:
     for kept_scales, usual in run_ranks(delayed_job, 2):
         assert kept_scales == usual and len(usual) == 2
         assert all(scale != 1.0 for scales in usual for scale in scales)
+
+
+def asked_alone(rank: int) -> list[int]:
+    """How often a rank asks for tensorwise scales after a step of the model, and after one of another model's."""
+    torch.manual_seed(0)
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(2))
+    model.forward = lambda x: model.layers[1](model.layers[0](x))
+    octavo.convert(model.bfloat16(), "tensorwise")
+    mesh = Mesh.from_config(ParallelSection(), "cpu")
+    shard(model, mesh, all_gather_dtype="fp8")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(16, 64, dtype=torch.bfloat16)
+    model(x).float().sum().backward()
+    asked: list[int] = []
+    reduce = shared_scales.reduce_largest
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_scales, "reduce_largest", lambda *args: asked.append(1) or reduce(*args))
+        optimizer.step()
+        model(x)
+        counts = [len(asked)]
+        if rank == 0:  # a reward model that this rank alone trains
+            other = torch.nn.Parameter(torch.ones(1))
+            other.grad = torch.ones(1)
+            torch.optim.SGD([other]).step()
+            patch.setattr(shared_scales, "reduce_largest", lambda *_: asked.append(1))  # alone it would wait
+        model(x)
+    mesh.close()
+    return [*counts, len(asked)]
+
+
+def test_another_models_step_on_one_rank_asks_the_others_for_nothing() -> None:
+    assert run_ranks(asked_alone, 2) == [[1, 1], [1, 1]]
 
 
 def sums_of(optimizer: MasterAdamW) -> list[Any]:

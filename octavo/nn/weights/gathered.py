@@ -9,7 +9,7 @@ from octavo.errors import RecipeError, StaleCodesError
 from octavo.nn.weights.operands import Operands
 from octavo.nn.weights.plan import LinearPlan
 from octavo.nn.weights.source import WeightSource
-from octavo.nn.weights.version import count_optimizer_steps, num_optimizer_steps
+from octavo.nn.weights.version import ModelState, count_optimizer_steps, num_optimizer_steps
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
 from octavo.ops.quantize.transpose import transpose_codes
@@ -29,6 +29,8 @@ class GatheredWeight(WeightSource):
     Attributes:
         stages: the forward that has begun trains, so that delayed scaling stages the weight's amax.
         unit: the GatheredUnit that makes the rank's codes.
+        model: counts the optimizer steps that may change the weight; None, as in a copy, for those of all optimizers.
+            A rank that alone steps another one must not ask the others for new scales.
         scale: [1, 1] fp32, of this version's codes, where the weight has one.
     """
 
@@ -40,6 +42,7 @@ class GatheredWeight(WeightSource):
         self.recipe, self.scaling, self.begins_early = recipe, recipe.weight, recipe.has_state
         self.stages = self.has_begun = self._was_staged = False
         self.unit: Any = None
+        self.model: ModelState | None = None
         self._attach = attach
         self._sharded: Any = None  # the parameter (a DTensor), which a gathered one stands in for at times
         self.scale: torch.Tensor | None = None
@@ -71,7 +74,9 @@ class GatheredWeight(WeightSource):
     def shard_state(self) -> tuple[int, ...]:
         """Changes when the rank's rows may have, as weight_state does: alike on all ranks that run one program."""
         weight = self._sharded
-        local, steps = weight._local_tensor, num_optimizer_steps() if weight.requires_grad else 0
+        local, steps = weight._local_tensor, 0
+        if weight.requires_grad:
+            steps = num_optimizer_steps() if self.model is None else self.model.num_steps
         return self.version, weight._version, local._version, local.data_ptr(), steps, int(self.stages)
 
     # The whole

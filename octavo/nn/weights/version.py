@@ -72,11 +72,12 @@ def is_current(steps: int) -> bool:
 class ModelState:
     """What tells that any weight of a model may have changed, as weight_state does of one.
 
-    Steps of optimizers that hold none of its parameters do not count.
+    Attributes:
+        num_steps: of optimizers that hold any of its parameters; others do not count.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._model, self._num_steps = weakref.ref(model), 0
+        self._model, self.num_steps = weakref.ref(model), 0
         _optimizer_steps.tell(self)
 
     def note_step(self, held: set[int]) -> bool:
@@ -84,7 +85,7 @@ class ModelState:
         model = self._model()
         own = () if model is None else itertools.chain(model.parameters(), sharded_parameters(model))
         is_own = any(id(parameter) in held for parameter in own)
-        self._num_steps += is_own
+        self.num_steps += is_own
         return is_own
 
     @classmethod
@@ -95,4 +96,4 @@ class ModelState:
         """Equal to what it was as long as no weight has changed."""
         model = self._model()
         parameters = () if model is None else model.parameters()
-        return self._num_steps, [weight_state(parameter)[:2] for parameter in parameters]
+        return self.num_steps, [weight_state(parameter)[:2] for parameter in parameters]

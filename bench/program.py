@@ -1,6 +1,7 @@
 """What the command lines of bench/'s programs have in common."""
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,3 +44,8 @@ class Program(argparse.ArgumentParser):
 def keeps(options: Any, name: str) -> bool:
     """Whether --filter leaves a case in."""
     return not options.filter or any(text in name for text in options.filter)
+
+
+def multicast() -> str:
+    """For a record's sentence: that NVLink multicast is off, where NCCL was told so."""
+    return {"0": ", NVLink multicast off"}.get(os.environ.get("NCCL_NVLS_ENABLE", ""), "")

@@ -1,6 +1,6 @@
 """Pytest's plugin of `make test-nightly`: it writes what became of each case to bench/records/nightly.json.
 
-A part of the matrix, asked for by ARGS, writes nothing.
+A part of the matrix, asked for by ARGS, writes nothing, and neither does a run that was cut off.
 """
 
 from pathlib import Path
@@ -29,15 +29,19 @@ class NightlyRecord:
         if report.when == "call":
             self._seconds[report.nodeid] = report.duration
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            return
         for case, has_failed in sorted(self._failed.items()):
-            self._record.add(case, "passed", "", float(not has_failed))
+            self._record.add(case, "passed", "", float(not has_failed and case in self._seconds))
             self._record.add(case, "time", "s", self._seconds.get(case, 0.0))
         if self._failed:
             self._record.save(self._folder)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    is_whole = config.args == config.getini("testpaths") and not config.option.keyword
+    option = config.option
+    chosen = (option.keyword, option.deselect, option.maxfail, option.lf, option.stepwise)
+    is_whole = config.args == config.getini("testpaths") and option.markexpr == "nightly" and not any(chosen)
     if is_whole and not hasattr(config, "workerinput"):  # pytest-xdist's
         config.pluginmanager.register(NightlyRecord(RECORDS))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.program import Program, keeps
+from bench.program import Program, keeps, multicast
 from bench.record import Record, time_calls
 from octavo.distributed.collectives import all_gather_into, reduce_scatter_into
 from octavo.distributed.packed import Packed, num_blocks
@@ -148,9 +148,8 @@ def main(arguments: list[str] | None = None) -> int:
     backend = str(dist.get_backend())
     if backend == "nccl":
         backend = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]
-    multicast = {"0": ", NVLink multicast off"}.get(os.environ.get("NCCL_NVLS_ENABLE", ""), "")
     what = (
-        f"Collectives of {dist.get_world_size()} ranks over {backend}{multicast}: sizes of the whole bf16 "
+        f"Collectives of {dist.get_world_size()} ranks over {backend}{multicast()}: sizes of the whole bf16 "
         f"tensor, {options.repeats} calls of each after {WARMUP}, round-robin; quantization is in the times of those "
         "that end in _q; correctness first."
     )

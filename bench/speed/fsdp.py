@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # importing i
 
 import octavo
 from bench.measure import TIMED_STEPS, WARMUP_STEPS
-from bench.program import Program, keeps
+from bench.program import Program, keeps, multicast
 from bench.record import Record, Timing, summarize
 from bench.speed import overlap, peers
 from bench.speed.stack import PlainLayer, StackShape, draw_input, torch_gated_unit, torch_norm
@@ -99,13 +99,15 @@ def make_variants(device: str) -> dict[str, Variant]:
         fields = {"update_every": "step"} if recipe == "delayed" else {}
         convert = functools.partial(octavo.convert, recipe=octavo.get_recipe(recipe, **fields))
         variants[f"octavo.convert {recipe}"] = Variant(convert, _nothing)
+        if has_engines:
+            variants[f"octavo.convert {recipe}{ENGINES}"] = Variant(convert, _nothing, copy_engines=True)
         if recipe != "rowwise":  # whose codes would have to be gathered for both directions
             name = f"octavo.convert {recipe}, FP8 all-gather"
             variants[name] = Variant(convert, _nothing, True)
             if has_engines:
                 variants[name + ENGINES] = Variant(convert, _nothing, True, copy_engines=True)
         if recipe == "delayed":
-            variants[FP8_ADAMW] = Variant(convert, _nothing, True, True, has_engines)
+            variants[FP8_ADAMW + (ENGINES if has_engines else "")] = Variant(convert, _nothing, True, True, has_engines)
     return variants
 
 
@@ -205,7 +207,8 @@ def _start(device: str, num_simulated: int) -> str:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    return f"on {dist.get_world_size()} GPUs of one host, NVLink multicast off"
+    num, kind = dist.get_world_size(), "GPUs" if device == "cuda" else "gloo ranks"
+    return f"on {num} {kind} of one host{multicast()}"
 
 
 def _wait(device: str) -> None:
@@ -254,6 +257,7 @@ def _run(options: Any, shape: StackShape, where: str) -> bool:
         if name != BASE and not keeps(options, name):
             continue
         gc.unfreeze()
+        step = None  # holds the last variant's model
         gc.collect()
         if device == "cuda":
             torch._dynamo.reset()
@@ -270,7 +274,6 @@ def _run(options: Any, shape: StackShape, where: str) -> bool:
                 print(f"{name:<50} {timing.median_us:8.1f} ms {peak:6.2f} GiB, {held} bytes held, {took}", flush=True)
             if options.trace is not None:
                 trace(record, name, step, options.trace / str(shape.num_tokens), device)
-            del step
         except Exception as error:  # the other variants' figures are worth having; the exit code is 1
             failed = True
             print(f"{name}: {type(error).__name__}: {error}", flush=True)

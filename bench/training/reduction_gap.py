@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.program import Program
-from bench.record import Record
+from bench.record import Record, git_commit
 from bench.report import format_record
 from bench.speed.stack import PlainLayer, StackShape, torch_gated_unit, torch_norm
 from bench.speed.variants import attention_backend
@@ -229,13 +229,21 @@ def gaps(runs: list[dict[str, Any]], variant: str) -> list[float]:
     """Percent of the baseline's held-out loss of the same seed, a seed each that both have."""
     base = {run["seed"]: run["held_out_loss"] for run in runs if run["variant"] == BASE}
     own = {run["seed"]: run["held_out_loss"] for run in runs if run["variant"] == variant}
-    return [100 * (own[seed] - base[seed]) / base[seed] for seed in sorted(own.keys() & base.keys())]
+    return [100 * (own[seed] - base[seed]) / base[seed] for seed in _paired(runs, variant)]
+
+
+def _paired(runs: list[dict[str, Any]], variant: str) -> list[int]:
+    """Seeds that the baseline and a variant have finished."""
+    of_base, own = ({run["seed"] for run in runs if run["variant"] == name} for name in (BASE, variant))
+    return sorted(of_base & own)
 
 
 def make_record(runs: list[dict[str, Any]], settings: GapSettings, text_sha256: str, device: str, world: int) -> Record:
     """The finished runs; beside each gap the largest that rounding alone makes."""
     shape, seeds = settings.shape, sorted({run["seed"] for run in runs})
     num_params = sum(p.numel() for p in ByteModel(shape).parameters())
+    limit = f"The mean gap of {HOOK} was to be within {MAX_MEAN_PERCENT} %, set before. "
+    complaints = find_complaints(runs)
     record = Record(
         "reduction_gap",
         f"Held-out loss after {settings.num_steps} steps of a byte model of {num_params / 1e6:.1f}M parameters on "
@@ -245,7 +253,8 @@ def make_record(runs: list[dict[str, Any]], settings: GapSettings, text_sha256: 
         f"{', '.join(map(str, seeds))}. Gaps are paired with {BASE} of the same seed; p20 and p80 hold the smallest "
         f"and the largest of a seed. min_bytes of both FP8 reductions is 0, so that every matrix but the embeddings "
         f"travels in FP8. {settings.eval_batches * world * shape.batch * shape.seq_len / 1e6:.2f}M held-out bytes of "
-        f"source files that training never sees; sha256 of the text {text_sha256[:16]}.",
+        f"source files that training never sees; sha256 of the text {text_sha256[:16]}. {limit}"
+        + (f"Outside of it: {'; '.join(complaints)}." if complaints else "It is."),
         device=device,
     )
     noise = max((abs(gap) for gap in gaps(runs, NUDGED)), default=None)
@@ -255,6 +264,12 @@ def make_record(runs: list[dict[str, Any]], settings: GapSettings, text_sha256: 
             continue
         record.add_mean(variant, "held-out loss", "nats/byte", [run["held_out_loss"] for run in own])
         if variant != BASE and (found := gaps(runs, variant)):
+            paired = _paired(runs, variant)
+            of_base = [run["held_out_loss"] for run in runs if run["variant"] == BASE and run["seed"] in paired]
+            record.add_mean(variant, "held-out loss of the fp32 all-reduce, same seeds", "nats/byte", of_base)
+            if len(found) > 1:
+                error = statistics.stdev(found) / len(found) ** 0.5
+                record.add(variant, "standard error of the mean gap", "%", error)
             peer = ("nudged, largest |gap|", noise) if noise is not None and variant != NUDGED else (None, None)
             record.add_mean(variant, "gap to the fp32 all-reduce, mean over seeds", "%", found, *peer)
             record.add(variant, "seeds", "runs", len(found))
@@ -295,7 +310,14 @@ def main(arguments: list[str] | None = None) -> int:
     torch._dynamo.config.optimize_ddp = False  # a layer is small enough: no cut at DDP's buckets
     settings = TOY if options.toy else FULL
     text = load_text(settings, options.device)
-    key = {"settings": repr(settings), "text": text.sha256, "device": options.device, "torch": torch.__version__}
+    key = {
+        "settings": repr(settings),
+        "text": text.sha256,
+        "device": options.device if options.device == "cpu" else torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "ranks": dist.get_world_size(),
+        "commit": options.commit or git_commit(),
+    }
     runs = _from_first_rank(lambda: _finished(options.out, key))
     for seed in range(options.seeds):
         for variant in [BASE, *(v for v in options.variants if v != BASE)]:
@@ -325,7 +347,7 @@ def _finished(folder: Path | None, key: dict[str, Any]) -> list[dict[str, Any]]:
     """Runs of the same settings that an earlier call has finished."""
     file = None if folder is None else folder / ROWS
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file is not None and file.is_file() else []
-    return [row for row in rows if all(row[name] == value for name, value in key.items())]
+    return [row for row in rows if all(row.get(name) == value for name, value in key.items())]
 
 
 def _save(options: Any, row: dict[str, Any], record: Record) -> None:

@@ -1,6 +1,5 @@
 """The program; see the package."""
 
-import os
 import sys
 import time
 import warnings
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from bench.program import Program
+from bench.program import Program, multicast
 from bench.record import Record
 from bench.speed.scale import __doc__ as DOC
 from bench.speed.scale.ddp import ddp
@@ -45,12 +44,12 @@ def main(arguments: list[str] | None = None, mesh: Mesh | None = None) -> int:
     backend = "gloo"
     if options.device == "cuda":
         backend = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]
-    multicast = {"0": ", NVLink multicast off"}.get(os.environ.get("NCCL_NVLS_ENABLE", ""), "")
     what = (
-        f"Sharded training on {mesh.world_size} ranks of one host over {backend}{multicast}, random weights and tokens."
-        " Steps are timed on all ranks together, the median of rank 0; where nothing else is said, octavo's Decoder "
+        f"Sharded training on {mesh.world_size} ranks of one host over {backend}{multicast()}, random weights and "
+        "tokens. Steps are timed on all ranks together, the median of rank 0; where nothing else is said, octavo's Decoder "
         "under octavo.parallel.shard, no recomputation, bf16 parameters, gradients and reduction, torch's "
-        "fused AdamW. Losses and gradients are checked against one GPU's before a variant is timed."
+        "fused AdamW. In layers18 losses and gradients are checked against one GPU's before a variant is timed; other "
+        "parts check what their rows say. Sums of layers36 and save are fp32."
     )
     torch.manual_seed(0)  # a checkpoint's random-number state is one for all ranks
     save_dir = options.save_dir or options.out or Path("runs")

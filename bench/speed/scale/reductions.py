@@ -35,12 +35,13 @@ class Kind:
 
 
 BASE = Kind(torch.bfloat16, "sum", None)
+FP32_SUMS = Kind(torch.bfloat16, "sum")
 FP32 = Kind(torch.float32, "sum")
 # each with the one that it is compared with, which differs in one thing; fp32 parameters have fp32 moments as well
 KINDS = {
     BASE: None,
-    Kind(torch.bfloat16, "sum"): BASE,
-    FP32: BASE,
+    FP32_SUMS: BASE,
+    FP32: FP32_SUMS,
     Kind(torch.float32, "ordered"): FP32,
     Kind(torch.float32, "sum", is_deterministic=True): FP32,
     Kind(torch.float32, "ordered", is_deterministic=True): Kind(torch.float32, "ordered"),

@@ -4,8 +4,9 @@ bench.training.reduction_gap --out bench/records`.
 A byte model of about 50M parameters in plain torch: fp32 parameters and gradients, bf16 autocast, no FP8 but on the
 wire. For each seed every variant starts from the same weights and sees the same batches; what counts is the difference
 of its final held-out loss to that of DDP's own fp32 all-reduce, in percent. `nudged`, the same all-reduce from weights
-of which one starts one unit in the last place of bf16 away, says how much of that is rounding alone. A finished run is
-a row of reduction_gap.jsonl in --out: the same command goes on from there.
+of which one starts one unit in the last place of bf16 away, says how much of that is rounding alone: it may well be as
+much as the gap, so the record also has the gap to the mean of both fp32 runs, and the mean's standard error. A
+finished run is a row of reduction_gap.jsonl in --out: the same command goes on from there.
 """
 
 import dataclasses
@@ -225,17 +226,19 @@ def _mean_of_ranks(value: torch.Tensor) -> float:
     return float(total) / dist.get_world_size()
 
 
-def gaps(runs: list[dict[str, Any]], variant: str) -> list[float]:
-    """Percent of the baseline's held-out loss of the same seed, a seed each that both have."""
-    base = {run["seed"]: run["held_out_loss"] for run in runs if run["variant"] == BASE}
-    own = {run["seed"]: run["held_out_loss"] for run in runs if run["variant"] == variant}
-    return [100 * (own[seed] - base[seed]) / base[seed] for seed in _paired(runs, variant)]
+def gaps(runs: list[dict[str, Any]], variant: str, baselines: tuple[str, ...] = (BASE,)) -> list[float]:
+    """Percent of the baselines' mean held-out loss of the same seed, a seed each that all of them have."""
+    found = []
+    for seed in _paired(runs, (variant, *baselines)):
+        losses = {run["variant"]: run["held_out_loss"] for run in runs if run["seed"] == seed}
+        base = statistics.fmean(losses[name] for name in baselines)
+        found.append(100 * (losses[variant] - base) / base)
+    return found
 
 
-def _paired(runs: list[dict[str, Any]], variant: str) -> list[int]:
-    """Seeds that the baseline and a variant have finished."""
-    of_base, own = ({run["seed"] for run in runs if run["variant"] == name} for name in (BASE, variant))
-    return sorted(of_base & own)
+def _paired(runs: list[dict[str, Any]], variants: tuple[str, ...]) -> list[int]:
+    """Seeds that all of these variants have finished."""
+    return sorted(set.intersection(*({run["seed"] for run in runs if run["variant"] == name} for name in variants)))
 
 
 def make_record(runs: list[dict[str, Any]], settings: GapSettings, text_sha256: str, device: str, world: int) -> Record:
@@ -264,12 +267,14 @@ def make_record(runs: list[dict[str, Any]], settings: GapSettings, text_sha256: 
             continue
         record.add_mean(variant, "held-out loss", "nats/byte", [run["held_out_loss"] for run in own])
         if variant != BASE and (found := gaps(runs, variant)):
-            paired = _paired(runs, variant)
+            paired = _paired(runs, (variant, BASE))
             of_base = [run["held_out_loss"] for run in runs if run["variant"] == BASE and run["seed"] in paired]
             record.add_mean(variant, "held-out loss of the fp32 all-reduce, same seeds", "nats/byte", of_base)
             if len(found) > 1:
                 error = statistics.stdev(found) / len(found) ** 0.5
                 record.add(variant, "standard error of the mean gap", "%", error)
+            if variant != NUDGED and (of_both := gaps(runs, variant, (BASE, NUDGED))):
+                record.add_mean(variant, "gap to the mean of both fp32 runs of a seed", "%", of_both)
             peer = ("nudged, largest |gap|", noise) if noise is not None and variant != NUDGED else (None, None)
             record.add_mean(variant, "gap to the fp32 all-reduce, mean over seeds", "%", found, *peer)
             record.add(variant, "seeds", "runs", len(found))

@@ -191,6 +191,14 @@ class Mesh:
             )
         return range(self.rank, num_micro_batches, self.world_size)
 
+    def new_host_group(self) -> Any:
+        """Another group like host_group, for a thread with collectives of its own; all ranks must ask."""
+        if self.device_mesh is None:
+            return None
+        group = dist.new_group(backend="gloo")
+        set_timeout(_HOST_TIMEOUT, group)
+        return group
+
     def at(self, place: str) -> None:
         """Say where this rank is, for the watchdog; all ranks come to the same places in turn."""
         if self.watchdog is not None:
@@ -221,6 +229,7 @@ class Mesh:
         """A vector [lens[rank]] of each rank, by rank, where this rank's is; all must ask with the same lens."""
         if self.device_mesh is None:
             return [own]
+        assert len(own) == lens[self.rank], f"{len(own)} numbers, and {lens[self.rank]} were announced"
         found = own.new_empty(self.world_size, max(lens))
         all_gather_into(found.view(-1), torch.nn.functional.pad(own, (0, max(lens) - len(own))))
         return [row[:num] for row, num in zip(found, lens, strict=True)]

@@ -40,23 +40,30 @@ class HostCopies:
                     _lock_pages(self._memory)
 
     @torch.no_grad()
-    def copy(self, *mappings: Mapping[str, torch.Tensor], is_open: bool = False) -> list[dict[str, torch.Tensor]]:
+    def copy(
+        self,
+        *mappings: Mapping[str, torch.Tensor],
+        is_open: bool = False,
+        at_once: Mapping[str, torch.Tensor] | None = None,
+    ) -> list[dict[str, torch.Tensor]]:
         """The tensors as they are now; the copies before these are overwritten.
 
         Args:
             is_open: return while pieces of 1 MiB and more are still copied from a GPU. Until `hold_writes` was called
                 they may not be changed, and until `wait` has returned the copies may not be read.
+            at_once: those of the tensors that are copied before it returns all the same.
         Returns:
             For each mapping its names, with tensors on the CPU: DTensors of the same mesh and placements, plain ones.
         """
         self.reserve(*mappings)
         copies, begin = {}, 0
         parts, large = _distinct(mappings), []
+        closed = set(_distinct((at_once or {},)))
         for key, part in parts.items():
             # by way of numpy a piece is a storage of its own: torch.save would copy a view of a larger one, and keep it
             room = torch.from_numpy(self._memory.numpy()[begin : begin + part.nbytes])
             copies[key] = room.view(part.dtype).view(part.shape)
-            if is_open and part.is_cuda and part.nbytes >= _LARGE_BYTES:
+            if is_open and part.is_cuda and part.nbytes >= _LARGE_BYTES and key not in closed:
                 large.append((copies[key], part))
             else:
                 copies[key].copy_(part, non_blocking=True)

@@ -28,7 +28,7 @@ _REFERENCE, _KV = "reference.", "kv."
 # Keys that may change between two parts of a run without changing a bit of it.
 _FREE = (
     *("run.", "eval.", "trainer.steps", "trainer.mini_batch_size", "health."),
-    *("parallel.data_parallel", "parallel.timeout_s", "rollout.keep_weights", "trainer.keep_weights"),
+    *("parallel.data_parallel", "parallel.timeout_s", "rollout.keep_weights", "trainer.gather_once"),
 )
 
 # what older checkpoints call the same

@@ -145,7 +145,7 @@ class TrainerSection(Config):
             prompts of the rollout step. It must divide rollout.prompts_per_step.
         micro_batch_sequences: sequences in one forward pass; 0 for all of a minibatch.
         lr_warmup_steps: optimizer steps of linear warm-up; constant afterwards.
-        keep_weights: on several ranks: gathered weights stay whole from one optimizer step to the next, and are not
+        gather_once: on several ranks: gathered weights stay whole from one optimizer step to the next, and are not
             gathered for each micro-batch's forward and backward; in FP8 4 bytes a parameter while the learner works.
         optimizer: AdamW over fp32 masters.
     """
@@ -159,7 +159,7 @@ class TrainerSection(Config):
     mini_batch_size: PositiveInt | None = None
     micro_batch_sequences: NonNegativeInt = 0
     lr_warmup_steps: NonNegativeInt = 0
-    keep_weights: bool = False
+    gather_once: bool = False
     optimizer: OptimizerSection = OptimizerSection(lr=3e-4, weight_decay=0.0)
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from octavo.distributed.outcome import all_do
+from octavo.distributed.outcome import all_do, together
 from octavo.errors import DataError
 from octavo.models.tokenizer import Tokenizer
 from octavo.rl.engines.protocol import Completion
@@ -100,8 +100,32 @@ def play_episodes(
             break
         rooms = [episode.room(max_tokens, max_len) for episode in active]
         turns = sample([episode.ids for episode in active], max(rooms))
-        active = all_do(group, functools.partial(_play_all, task, tokenizer, active, turns, rooms))
+        found: list[list[Episode]] = []
+        play = functools.partial(_play_all, task, tokenizer, active, turns, rooms)
+        _check_alike(together(group, lambda: _indices(found, play())), episodes, task)  # noqa: B023 - called at once
+        (active,) = found
     return _pack(episodes)
+
+
+def _indices(found: list[list[Episode]], active: list[Episode]) -> list[int]:
+    found.append(active)
+    return [episode.index for episode in active]
+
+
+def _check_alike(everyone: list[list[int]], episodes: list[Episode], task: EnvironmentTask) -> None:
+    """Refuse episodes that go on for some ranks: the next turn is one batch of all ranks.
+
+    Raises:
+        DataError: on all ranks.
+    """
+    for rank, active in enumerate(everyone):
+        if differ := sorted(set(active) ^ set(everyone[0])):
+            episode = episodes[differ[0]]
+            ends, goes_on = (0, rank) if episode.index in active else (rank, 0)
+            raise DataError(
+                f"{_where(task, episode.index, episode.prompt)}: the episode ended on rank {ends} and goes on on rank "
+                f"{goes_on}; an environment must answer the same actions alike on every rank"
+            )
 
 
 def _begin_all(task: EnvironmentTask, tokenizer: Tokenizer, prompts: list[str], num_samples: int) -> list[Episode]:

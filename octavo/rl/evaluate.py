@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from octavo.distributed.outcome import all_do
 from octavo.models import Decoder
 from octavo.models.tokenizer import Tokenizer
 from octavo.numerics import Numerics
@@ -66,7 +67,7 @@ class Evaluator:
                 group=self._group,
             )
             return float(episodes.rewards.mean())
-        inputs = encode_prompts(self.task, prompts, self._engine.tokenizer)
+        inputs = all_do(self._group, lambda: encode_prompts(self.task, prompts, self._engine.tokenizer))
         check_context(prompts, [len(ids) for ids in inputs], self.max_tokens, self._engine.max_model_len)
         spec = SamplingSpec(1, self.max_tokens, temperature, self.task.end or None, has_logprobs=False)
         answers = [output.completions[0] for output in self._engine.generate(inputs, spec)]

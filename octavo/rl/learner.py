@@ -155,7 +155,7 @@ class Learner:
             ExactnessError: in exact mode; no update is made from the minibatch that raises.
             NonFiniteError: likewise.
         """
-        keeps = self.config.trainer.keep_weights
+        keeps = self.config.trainer.gather_once
         with _host_math(self.model.device), kept(self.model) if keeps else contextlib.nullcontext():
             return self._learn(rollouts, advantages, step)
 
@@ -228,10 +228,10 @@ class Learner:
         pieces, first = [], 0
         for start in range(0, len(lens), size):
             part = lens[start : start + size]
-            kept = None if is_kept is None else is_kept[first : first + sum(part)]
+            own = None if is_kept is None else is_kept[first : first + sum(part)]
             first += sum(part)
             aggregation, limit = self.config.algorithm.loss_aggregation, self.config.rollout.max_tokens
-            pieces.append(token_coefficients(part, aggregation, is_kept=kept, max_tokens=limit))
+            pieces.append(token_coefficients(part, aggregation, is_kept=own, max_tokens=limit))
         return torch.cat(pieces)
 
     def _update(
@@ -249,15 +249,18 @@ class Learner:
         num_tokens = sum(map(len, minibatch.rollouts.sequences[minibatch.start : minibatch.stop]))
         pieces = minibatch.split(self.config.trainer.micro_batch_sequences)
         rank, num_ranks = self.mesh.rank, self.mesh.world_size
-        for first in range(0, len(pieces), num_ranks):
-            piece = pieces[first + rank]
-            self.mesh.at(f"step {step}: micro-batch {first + rank}")
-            sequences = piece.rollouts.part(piece.start, piece.stop)
-            set_last_backward(self.model, first + num_ranks == len(pieces))
-            with self.routers.training(sequences, num_tokens, is_on_policy=piece.is_on_policy):
-                piece_logprobs, piece_sums = self._backward(pieces[first : first + num_ranks], step, probe)
-            logprobs += piece_logprobs
-            own_sums.append((piece_sums, self.routers.take()))
+        try:
+            for first in range(0, len(pieces), num_ranks):
+                piece = pieces[first + rank]
+                self.mesh.at(f"step {step}: micro-batch {first + rank}")
+                sequences = piece.rollouts.part(piece.start, piece.stop)
+                set_last_backward(self.model, first + num_ranks == len(pieces))
+                with self.routers.training(sequences, num_tokens, is_on_policy=piece.is_on_policy):
+                    piece_logprobs, piece_sums = self._backward(pieces[first : first + num_ranks], step, probe)
+                logprobs += piece_logprobs
+                own_sums.append((piece_sums, self.routers.take()))
+        finally:
+            set_last_backward(self.model, True)  # an error must not leave the model waiting for another one
         optimizer = self.config.trainer.optimizer
         norm = self.optimizer.clip_gradients(optimizer.max_grad_norm)
         grad_norm, is_infinite = torch.stack([norm, take_infinity(norm.device)]).tolist()

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 
 from octavo.distributed.mesh import Mesh
+from octavo.distributed.outcome import all_do, everyone
 from octavo.errors import ConfigError
 from octavo.models import Decoder
 from octavo.models.checkpoint.storage import check_writable
@@ -116,7 +117,8 @@ def _run(
             if said := mask_padded_ids(config, model, tokenizer):
                 view.say(f"note: {said}")
             context = model.config.max_position_embeddings
-            check_known_prompts(task, heldout, tokenizer, config.rollout.max_tokens, context)
+            known = (task, heldout, tokenizer, config.rollout.max_tokens, context)
+            all_do(everyone(), lambda: check_known_prompts(*known))
             warmup = warm_policy(config, model, tokenizer, task, view) if is_cold else []
             trainer = Trainer(config, model, tokenizer, task, heldout, view, mesh)
         with contextlib.closing(trainer):

@@ -49,7 +49,7 @@ def generate_rollouts(
         limits = {"samples_per_prompt": samples_per_prompt, "max_tokens": max_tokens, "max_len": engine.max_model_len}
         return play_episodes(sample, task, prompts, engine.tokenizer, **limits, group=group)
     spec = SamplingSpec(samples_per_prompt, max_tokens, temperature, task.end or None)
-    inputs = encode_prompts(task, prompts, engine.tokenizer)
+    inputs = all_do(group, lambda: encode_prompts(task, prompts, engine.tokenizer))
     check_context(prompts, [len(ids) for ids in inputs], max_tokens, engine.max_model_len)
     rows = [
         (group, prompt, generation.prompt_token_ids, completion)

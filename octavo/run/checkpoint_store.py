@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -41,6 +42,7 @@ MODEL_DIR = "model"
 SHARDS = "trainer"
 _STATE, _DESCRIPTION = "trainer.safetensors", "trainer.json"
 _PREFIX = "step-"
+BUFFER = "buffer."  # begins the names of a state's tensors that others than the optimizer write
 _Tensors = Mapping[str, torch.Tensor]
 
 
@@ -94,6 +96,7 @@ class CheckpointStore:
 
     With a mesh of several ranks, save, wait, find_latest and Checkpoint.load_state are collectives: all ranks call
     them, with the same step, and what one of them raises all raise. A rank that is killed leaves the older checkpoints.
+    Before another store looks into the folder, call wait: it takes a save under way for a leftover.
 
     Args:
         root: their directory; made at the first save; on a file system that all ranks share.
@@ -118,10 +121,14 @@ class CheckpointStore:
         self.root = root
         self.keep = keep
         self._group = None if mesh is None else mesh.host_group
+        if is_async and mesh is not None:
+            self._group = mesh.new_host_group()  # a thread's collectives must not meet those of training
         self._copies = HostCopies()
-        self._is_open = optimizer is not None
-        if optimizer is not None:
-            optimizer.register_step_pre_hook(lambda *_: self._copies.hold_writes())
+        self._is_open = is_async and optimizer is not None
+        if is_async and optimizer is not None:
+            copies = weakref.ref(self._copies)
+            hook = optimizer.register_step_pre_hook(lambda *_: _hold_writes(copies))
+            weakref.finalize(self, hook.remove)
         # not a daemon: a process that ends lets it finish what it began
         self._background = ThreadPoolExecutor(1, "octavo-checkpoint") if is_async else None
         self._pending: Future[Any] | None = None
@@ -154,9 +161,9 @@ class CheckpointStore:
             self._save(path, description, state, write_model, parameters)
             return path
         # where one rank lacks the memory none saves
-        state, parameters = all_do(
-            self._group, functools.partial(self._copies.copy, state, parameters, is_open=self._is_open)
-        )
+        others = {name: tensor for name, tensor in state.items() if name.startswith(BUFFER)}
+        copy = functools.partial(self._copies.copy, state, parameters, is_open=self._is_open, at_once=others)
+        state, parameters = all_do(self._group, copy)
         written = (path, dict(description), state, write_model, parameters)
         self._pending = self._background.submit(self._save_copies, *written)
         return path
@@ -242,6 +249,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: there are checkpoints and every one of them is damaged.
         """
+        self.wait()  # what is under way looks like a leftover
         found = together(self._group, lambda: self._find_latest() if is_first(self._group) else None)[0]
         return None if found is None else dataclasses.replace(found, group=self._group)
 
@@ -280,6 +288,11 @@ class CheckpointStore:
     def _directories(self) -> list[Path]:
         """All step directories, from new to old."""
         return sorted((path for path in self.root.glob(f"{_PREFIX}*") if path.is_dir()), reverse=True)
+
+
+def _hold_writes(copies: "weakref.ref[HostCopies]") -> None:
+    if (found := copies()) is not None:
+        found.hold_writes()
 
 
 def describe_model(model: Decoder, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -7,14 +7,15 @@ import torch
 from octavo.models import Decoder
 from octavo.nn import HISTORY_BUFFER, Linear, Router, fp8_state_dict, load_fp8_state_dict, update_scales
 from octavo.numerics import Recipe, get_recipe
+from octavo.run.checkpoint_store import BUFFER
 from octavo.run.optimizer import MasterAdamW
 
-_BUFFER, _RNG = "buffer.", "rng."
+_RNG = "rng."
 
 
 def trainer_state(model: Decoder, optimizer: MasterAdamW) -> dict[str, torch.Tensor]:
     """Every tensor that a run needs to go on bit for bit, parameters aside, which are bf16(master)."""
-    buffers = {_BUFFER + name: buffer for name, buffer in fp8_state_dict(model).items()}
+    buffers = {BUFFER + name: buffer for name, buffer in fp8_state_dict(model).items()}
     random = {f"{_RNG}cpu": torch.get_rng_state()}
     if model.device.type == "cuda":
         random[f"{_RNG}cuda"] = torch.cuda.get_rng_state(model.device)
@@ -37,7 +38,7 @@ def restore(
     torch.set_rng_state(state[f"{_RNG}cpu"])
     if model.device.type == "cuda" and f"{_RNG}cuda" in state:
         torch.cuda.set_rng_state(state[f"{_RNG}cuda"], model.device)
-    buffers = {key.removeprefix(_BUFFER): tensor for key, tensor in state.items() if key.startswith(_BUFFER)}
+    buffers = {key.removeprefix(BUFFER): tensor for key, tensor in state.items() if key.startswith(BUFFER)}
     usable = {name: tensor for name, tensor in buffers.items() if _is_usable(model, name, buffers)}
     load_fp8_state_dict(model, usable, strict=False)
     update_scales(model)  # a run with update_every="forward" leaves its last step staged

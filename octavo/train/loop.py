@@ -173,6 +173,8 @@ class _Run:
         self.mesh.barrier()
         first_step, notes = self.resume()
         if config.checkpoint.async_mode == "async":
+            if first_step == 0:
+                self.optimizer.init_state()  # the moments, too, want memory
             self.store.reserve(trainer_state(self.model, self.optimizer), self.export())
         failures = WriteFailures()
         with (

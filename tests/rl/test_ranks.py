@@ -1,5 +1,6 @@
 """A policy sharded over the ranks that torchrun starts: tokens, metrics and weights have the bits of one process."""
 
+import dataclasses
 import itertools
 import os
 import re
@@ -41,8 +42,8 @@ BLOCKS = {"hidden_size": 256, "intermediate_size": 256, **HEADS}  # all whole on
 INEXACT = {"exact": False, "correction": {"kind": "token_tis"}, "trainer": {"recipe": "bf16"}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "exact": {"algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01}},
-    "kept": {"trainer": {"keep_weights": True, "micro_batch_sequences": 3}},
-    "coded": {"model": BLOCKS, "parallel": {"all_gather_dtype": "fp8"}, "trainer": {"keep_weights": True}},
+    "kept": {"trainer": {"gather_once": True, "micro_batch_sequences": 3}},
+    "coded": {"model": BLOCKS, "parallel": {"all_gather_dtype": "fp8"}, "trainer": {"gather_once": True}},
     "lent": {"model": BLOCKS, "parallel": {"all_gather_dtype": "fp8"}, "rollout": {"keep_weights": False}},
     "turns": {"algorithm": {"filter_groups": True, "max_gen_batches": 2}, "rollout": {"keep_weights": False}},
     "experts": {"model": EXPERTS, "trainer": {"micro_batch_sequences": 3}},
@@ -126,6 +127,22 @@ class Undecided(EasyTask):
         return super().score(prompt, completion) + self.offset
 
 
+class Chat(EasyTask):
+    """A task whose prompts are conversations."""
+
+    max_prompt_tokens = 0
+
+    def messages(self, prompt: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": prompt}]
+
+
+def end_apart(rank: int, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Episodes end at once on the second rank alone."""
+    whole = TwoTurns.step
+    patch.setattr(TwoTurns, "step", lambda *args: dataclasses.replace(whole(*args), done=rank == 1))
+    return {"task": TwoTurns(num_digits=1, heldout_share=0.3)}
+
+
 def spoil_loss(rank: int, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     whole = learner.policy_objective
 
@@ -175,7 +192,7 @@ def break_method(
 
 
 # name -> (what differs from a good run, the error, its text)
-Fault = tuple[Callable[[int, pytest.MonkeyPatch], dict[str, Any]] | dict[str, Any], type[OctavoError], str]
+Fault = tuple[Callable[[int, pytest.MonkeyPatch], dict[str, Any]] | dict[str, Any], type[Exception], str]
 RAISED = r"^rank 1: the {}.* raised KeyError: 'no answer'"
 REMOTE = {"name": "octavo-server", "url": "http://127.0.0.1:1"}
 FAULTS: dict[str, Fault] = {
@@ -187,6 +204,8 @@ FAULTS: dict[str, Fault] = {
     "scoring": (partial(break_method, Undecided, "score", 7), DataError, RAISED.format(r"verifier .*, sample 2")),
     "reset": (partial(break_method, TwoTurns, "reset", 6), DataError, RAISED.format(r"environment .*: reset")),
     "turn": (partial(break_method, TwoTurns, "step", 3), DataError, RAISED.format(r"environment .*: step")),
+    "done": (end_apart, DataError, "the episode ended on rank 1 and goes on on rank 0"),
+    "messages": (partial(break_method, Chat, "messages", 6), RuntimeError, r"^rank 1: KeyError: 'no answer'"),
     "remote": ({"engine": REMOTE}, ConfigError, "engine.name = 'octavo-server' is not supported on several ranks yet"),
     "lag": (INEXACT | {"asynchronous": {"max_policy_lag": 1}}, ConfigError, "asynchronous.max_policy_lag > 0 is not"),
     "history": (INEXACT | {"trainer": {"recipe": "delayed"}, "rollout": {"recipe": "bf16"}}, ConfigError, "'delayed'"),

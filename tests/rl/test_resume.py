@@ -74,7 +74,7 @@ def test_two_halves_are_the_whole_bit_for_bit(
     assert len(first.history) == 2
     rest = variant(tmp_path / "halves", name, 4)
     if name == "exact":  # two mini-batches, by their size
-        trainer = rest.trainer.model_copy(update={"minibatches": 4, "mini_batch_size": 2, "keep_weights": True})
+        trainer = rest.trainer.model_copy(update={"minibatches": 4, "mini_batch_size": 2, "gather_once": True})
         rollout = rest.rollout.model_copy(update={"keep_weights": not rest.rollout.keep_weights})
         rest = rest.model_copy(update={"trainer": trainer, "rollout": rollout})
     second = loop.run(rest, task=EASY)  # with progress: notes are said there

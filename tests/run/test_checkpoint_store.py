@@ -2,9 +2,11 @@
 
 import errno
 import functools
+import gc
 import json
 import os
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -245,6 +247,19 @@ def test_a_step_waits_for_the_copies_of_a_save_in_the_background(tmp_path: Path)
     for name, tensor in linear.state_dict().items():
         assert_bitwise(saved[name], before[name].cpu(), name)
         assert not torch.equal(tensor, before[name])
+
+
+def test_a_store_that_is_dropped_gives_its_memory_back(tmp_path: Path) -> None:
+    linear = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
+    store = CheckpointStore(tmp_path, is_async=True, optimizer=optimizer)
+    copies = weakref.ref(store._copies)
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    del store
+    gc.collect()
+    assert copies() is None and not optimizer._optimizer_step_pre_hooks
+    CheckpointStore(tmp_path, optimizer=optimizer)  # which copies nothing
+    assert not optimizer._optimizer_step_pre_hooks
 
 
 def test_only_an_optimizers_step_holds_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

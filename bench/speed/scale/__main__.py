@@ -46,8 +46,8 @@ def main(arguments: list[str] | None = None, mesh: Mesh | None = None) -> int:
         backend = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]
     what = (
         f"Sharded training on {mesh.world_size} ranks of one host over {backend}{multicast()}, random weights and "
-        "tokens. Steps are timed on all ranks together, the median of rank 0; where nothing else is said, octavo's Decoder "
-        "under octavo.parallel.shard, no recomputation, bf16 parameters, gradients and reduction, torch's "
+        "tokens. Steps are timed on all ranks together, the median of rank 0; where nothing else is said, octavo's "
+        "Decoder under octavo.parallel.shard, no recomputation, bf16 parameters, gradients and reduction, torch's "
         "fused AdamW. In layers18 losses and gradients are checked against one GPU's before a variant is timed; other "
         "parts check what their rows say. Sums of layers36 and save are fp32."
     )

@@ -34,11 +34,11 @@ _QUICK = {"num_layers": 9, "num_prompts": 8, "max_tokens": 256, "minibatches": 2
 _PARTS = {"generation": GEN, "old logprobs": SCORE, "update": LEARN, "weight sync": REFIT}
 _TOP_OPS = 25
 Sections = Mapping[str, Mapping[str, Any]]
-_SECTIONS: Sections = {"parallel": {"reduction": "ordered"}, "trainer": {"keep_weights": True}}
+_SECTIONS: Sections = {"parallel": {"reduction": "ordered"}, "trainer": {"gather_once": True}}
 _GATHERS: dict[str, Sections] = {
     "": {},
     ", FP8 codes kept": {"parallel": {"all_gather_dtype": "fp8"}},
-    ", gathered for each micro-batch": {"trainer": {"keep_weights": False}},
+    ", gathered for each micro-batch": {"trainer": {"gather_once": False}},
 }
 T = TypeVar("T")
 

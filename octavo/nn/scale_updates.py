@@ -65,7 +65,7 @@ def update_scales(model: nn.Module) -> None:
     Args:
         model: any module with octavo's linears.
     Raises:
-        ShapeError: ranks of a group have different linears.
+        ShapeError: ranks of a group have different linears, at the first call; later ones expect the same linears.
     """
     _update([model])
 

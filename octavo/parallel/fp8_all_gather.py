@@ -172,6 +172,8 @@ def _begin_with(model: nn.Module, linears: list[Linear]) -> None:
 
     @torch._dynamo.disable(recursive=True)
     def begin(*_: Any) -> None:
+        if any(linear.source.is_lent for linear in linears):  # type: ignore[union-attr]
+            return  # the codes at hand are of the scales that there are
         for linear in linears:
             # another recipe is refused where the linear runs
             if linear.source.begins_early and linear.recipe == linear.source.recipe:  # type: ignore[union-attr]

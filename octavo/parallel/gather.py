@@ -34,14 +34,20 @@ def gathered(model: nn.Module) -> Iterator[None]:
     if not modules:
         yield
         return
+    sources = [source for m in model.modules() if isinstance(source := vars(m).get("source"), GatheredWeight)]
     with _unfreed(modules):
         with torch.inference_mode(False), torch.no_grad():  # parameters made inside of it could not be trained
-            for linear in model.modules():
-                if isinstance(source := vars(linear).get("source"), GatheredWeight):
-                    source.stages = False  # what is gathered here is of no training forward
+            for source in sources:
+                source.stages = False  # what is gathered here is of no training forward
             for module in modules:
                 module.unshard()
-        yield
+        try:
+            for source in sources:
+                source.is_lent = True
+            yield
+        finally:
+            for source in sources:
+                source.is_lent = False
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from octavo.testing.assertions import assert_bitwise
 from tests.ranks import run_group
 
 STEPS = 2
+WIDTHS = [1024, 4096, 8192, 16384]  # of layers that gather 0.5, 2, 4 and 8 MiB
 BACKENDS = ["gloo", *([pytest.param("nccl", marks=pytest.mark.gpu)] if torch.cuda.device_count() > 1 else [])]
 
 
@@ -43,7 +44,8 @@ def share_files(folder: str, rank: int, world: int) -> Any:
 def train(rank: int, kind: str, shares: bool, device: str) -> tuple[list[torch.Tensor], CopyEngineAllGather | None]:
     """Losses, the last gradients, and what gathered."""
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(128, 256), nn.SiLU(), nn.Linear(256, 128)) for _ in range(4)]
+    widths = WIDTHS if kind == "sizes" else [256] * 4
+    layers = [nn.Sequential(nn.Linear(128, width), nn.SiLU(), nn.Linear(width, 128)) for width in widths]
     model = nn.Sequential(*layers).to(device, torch.bfloat16)
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     recipe = octavo.get_recipe("blockwise") if kind == "codes" else None
@@ -63,6 +65,8 @@ def train(rank: int, kind: str, shares: bool, device: str) -> tuple[list[torch.T
     optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True), []
     for step in range(STEPS):
         x = torch.randn(16, 128, generator=torch.Generator().manual_seed(10 * step + rank)).to(device, torch.bfloat16)
+        if kind == "asynchronous":
+            layers[0].unshard(async_op=True)
         loss = (model(x) - x).float().square().mean()
         loss.backward()
         found.append(loss.detach())
@@ -80,13 +84,13 @@ def trained(rank: int, world: int, *, device: str, folder: str) -> dict[str, Any
         for name, fake in {"obstacle_to_sharing": lambda *_: None, "share": share_files(folder, rank, world)}.items():
             setattr(copy_engine_gather, name, fake)
     found = {}
-    for kind in ("bf16", "codes", "prefetched"):
+    for kind in ("bf16", "codes", "prefetched", "sizes", "asynchronous"):
         want, _ = train(rank, kind, False, device)
         got, comm = train(rank, kind, True, device)
         for one, other in zip(got, want, strict=True):
             assert_bitwise(one, other)
         assert comm is not None
-        found[kind] = len(comm._slots)
+        found[kind] = [slot.num_bytes >> 20 for slot in comm._slots]
     return found
 
 
@@ -94,7 +98,36 @@ def trained(rank: int, world: int, *, device: str, folder: str) -> dict[str, Any
 def test_training_has_the_bits_of_the_usual_all_gather(backend: str, tmp_path: Path) -> None:
     job = functools.partial(trained, device="cuda" if backend == "nccl" else "cpu", folder=str(tmp_path))
     for found in run_group(job, 2, backend):
-        assert found == {"bf16": 2, "codes": 2, "prefetched": 4}  # buffers
+        assert found == {
+            "bf16": [2] * 2,
+            "codes": [2] * 2,
+            "prefetched": [2] * 4,
+            "sizes": [6, 10],  # MiB, biases included; the first layers' are gone
+            "asynchronous": [2] * 2,
+        }
+
+
+def over_pairs(_: int, __: int) -> dict[str, Any]:
+    """Backward gathers over other ranks than forward ones; units over other ranks than the first one's."""
+    setattr(copy_engine_gather, "obstacle_to_sharing", lambda *_: None)  # noqa: B010
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    layers = [nn.Linear(8, 8) for _ in range(2)]
+    for layer, dim in zip(layers, ("a", "b"), strict=True):
+        fully_shard(layer, mesh=mesh[dim])
+    calls: list[int] = []
+    setattr(copy_engine_gather, "all_gather_into", lambda *_, group, async_op: calls.append(group.size()))  # noqa: B010
+    comm = CopyEngineAllGather(mesh.get_group("a"), torch.device("cpu"))
+    shared = Shared([torch.zeros(32, dtype=torch.uint8)] * 2, 0, lambda: None)
+    comm._slots.append(copy_engine_gather._Slot(shared, 32))
+    output = comm.allocate((8,), dtype=torch.float32, device=torch.device("cpu"))
+    comm(output, output[:4], mesh.get_group("b"))
+    comm(output, output[:4], mesh.get_group("a"))
+    return {"refused": gather_by_copy_engines(layers), "calls": calls}
+
+
+def test_other_ranks_go_by_the_process_group() -> None:
+    for found in run_group(over_pairs, 4):
+        assert found == {"refused": "the units are sharded over several process groups", "calls": [2]}
 
 
 def without_memory_in(rank: int, world: int, *, after: int, folder: str) -> list[int]:

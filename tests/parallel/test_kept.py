@@ -11,7 +11,7 @@ import octavo
 from octavo.distributed.mesh import Mesh, ParallelSection
 from octavo.models.export import has_dtensors, reshard
 from octavo.nn.weights import shared_scales
-from octavo.parallel import kept, set_last_backward, shard
+from octavo.parallel import gathered, kept, set_last_backward, shard
 from octavo.run.optimizer import MasterAdamW
 from octavo.run.sections import OptimizerSection
 from tests.parallel.test_shard import MICRO_BATCHES, loss_of, make, train, whole
@@ -80,6 +80,27 @@ def scales_after_scoring(keeps: bool) -> list[torch.Tensor]:
     found = [buffer.clone() for name, buffer in model.named_buffers() if "scale" in name]
     mesh.close()
     return found
+
+
+def trained_alone(rank: int) -> bool:
+    """A rank alone runs a training forward while the model is whole."""
+    torch.manual_seed(0)
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(2))
+    model.forward = lambda x: model.layers[1](model.layers[0](x))
+    octavo.convert(model, octavo.get_recipe("delayed", update_every="step"))
+    mesh = Mesh.from_config(ParallelSection(timeout_s=20), "cpu")
+    shard(model, mesh, all_gather_dtype="fp8", param_dtype=torch.bfloat16)
+    x = torch.randn(16, 64, dtype=torch.bfloat16)
+    model(x).float().sum().backward()
+    with gathered(model):
+        found = model(x).isfinite().all() if rank == 0 else True  # the other rank would not answer a gather
+    mesh.close()
+    return bool(found)
+
+
+def test_a_training_forward_of_one_rank_in_gathered_gathers_nothing() -> None:
+    assert run_ranks(trained_alone, 2) == [True, True]
 
 
 def delayed_job(rank: int) -> list[list[list[float]]]:

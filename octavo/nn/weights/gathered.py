@@ -28,6 +28,7 @@ class GatheredWeight(WeightSource):
 
     Attributes:
         stages: the forward that has begun trains, so that delayed scaling stages the weight's amax.
+        is_lent: the whole model's codes are at hand for a while, and no forward gathers others.
         unit: the GatheredUnit that makes the rank's codes.
         model: counts the optimizer steps that may change the weight; None, as in a copy, for those of all optimizers.
             A rank that alone steps another one must not ask the others for new scales.
@@ -41,6 +42,7 @@ class GatheredWeight(WeightSource):
         assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
         self.recipe, self.scaling, self.begins_early = recipe, recipe.weight, recipe.has_state
         self.stages = self.has_begun = self._was_staged = False
+        self.is_lent = False
         self.unit: Any = None
         self.model: ModelState | None = None
         self._attach = attach

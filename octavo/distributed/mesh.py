@@ -123,6 +123,7 @@ class Mesh:
         watchdog: says which rank is late, where from_config has started one.
         host_group: all ranks over gloo, for what the hosts agree on while the devices compute; None for one process.
         tensor_group: the ranks among which each linear is cut; None where none is.
+        data_host_group: the ranks with data of their own that hold the same slices, over gloo; host_group without tp.
     """
 
     rank: int
@@ -134,6 +135,7 @@ class Mesh:
     watchdog: Watchdog | None = None
     host_group: Any = None
     tensor_group: TensorGroup | None = None
+    data_host_group: Any = None
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> Self:
@@ -186,9 +188,13 @@ class Mesh:
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=DIMENSIONS[: len(sizes)])
         # its own even where the default one is gloo: a save in the background must not meet training's collectives
         host_group = dist.new_group(backend="gloo")
-        tensor_group = TensorGroup.of(mesh.get_group("tp")) if num_tensor > 1 else None
-        if tensor_group is not None:
+        tensor_group, data_host_group = None, host_group
+        if num_tensor > 1:
+            tensor_group = TensorGroup.of(mesh.get_group("tp"))
             mesh["dp_replicate", "dp_shard"]._flatten("dp")
+            everyone = range(dist.get_world_size())
+            groups = [dist.new_group(list(everyone[i::num_tensor]), backend="gloo") for i in range(num_tensor)]
+            data_host_group = groups[tensor_group.rank]
         return cls(
             dist.get_rank() // num_tensor,
             dist.get_world_size() // num_tensor,
@@ -198,6 +204,7 @@ class Mesh:
             mesh,
             host_group=host_group,
             tensor_group=tensor_group,
+            data_host_group=data_host_group,
         )
 
     @property

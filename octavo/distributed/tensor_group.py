@@ -75,6 +75,18 @@ class TensorGroup:
         qdata = of_codes.transpose(0, 1).reshape(tokens, self.size * columns).view(piece.qdata.dtype)
         return QuantizedTensor.trusted(qdata, of_scales.reshape(-1, tokens).t(), piece.scaling)
 
+    @torch.no_grad()
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' parts, apart from autograd; the same bits on all ranks."""
+        return _summed(part, self)
+
+    @torch.no_grad()
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest of the ranks' numbers, element by element; free of NaN."""
+        found = values.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return found
+
     def smallest(self, value: int) -> int:
         """The smallest of the ranks' numbers; all must ask."""
         found: list[Any] = [None] * self.size

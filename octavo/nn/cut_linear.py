@@ -15,6 +15,10 @@ from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.functional.linear import quantize_input
 from octavo.nn.fusion import fusable
 from octavo.nn.linear import Linear
+from octavo.nn.weights.cached import CachedWeight
+from octavo.nn.weights.codes import CodesOnly
+from octavo.nn.weights.cut import CutDim, CutWeight
+from octavo.nn.weights.operands import Operands
 from octavo.nn.weights.plan import LinearPlan
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
@@ -24,25 +28,37 @@ TENSOR_MODES = ("gather", "reduce")
 
 
 class CutLinear(Linear):
-    """What both have: the group, and the rule that one scale of a whole weight is not known to a rank's slice.
+    """What both have: the group, what is cut, and what that rules out.
 
     Attributes:
         tensor_group: the ranks.
+        cut_dim: "in" or "out", the dim of the weight that is cut.
         mode: how sums over in_features are made, "gather" or "reduce".
         repeats_rows: ranks share some of the rows, which then cannot be trained.
     """
 
     is_cut = True
     tensor_group: TensorGroup
+    cut_dim: CutDim
     mode: TensorMode
     repeats_rows = False
 
+    def _set_up(self, group: TensorGroup, mode: TensorMode, cut_dim: CutDim) -> None:
+        self.tensor_group, self.mode, self.cut_dim = group, mode, cut_dim
+        weight, self.source = self.source, self._new_source(0)
+        self.source.full_name = weight.full_name
+
+    def _new_source(self, version: int, codes: Operands | None = None) -> CachedWeight | CodesOnly:
+        if codes is not None or self.tensor_group is None:  # of a constructor that is not done
+            return super()._new_source(version, codes)
+        return CutWeight(self.parts, version, False, self.tensor_group, self.cut_dim)
+
     def _check(self) -> None:
         recipe = effective_recipe(self.recipe)
-        if self.mode == "gather" and recipe.weight is not None and recipe.weight.is_per_tensor:
+        if self.mode == "gather" and recipe.delayed is not None:
             raise RecipeError(
-                f"recipe {recipe.name!r} has one scale for a whole weight, of which this rank holds a slice, so its "
-                "bits would not be one GPU's; use 'blockwise' or 'rowwise', or mode='reduce', which promises no bits"
+                "recipe 'delayed' has one scale for a whole weight, of which this rank sees a slice, so its bits would "
+                "not be one GPU's; use 'blockwise' or 'rowwise', or mode='reduce', which promises no bits"
             )
         if self.mode == "reduce" and self.exact:
             raise RecipeError(
@@ -96,7 +112,8 @@ class ColumnLinear(CutLinear):
         if gather_output and len(own) > 1:
             raise ShapeError(f"gather_output would put the columns of parts {parts} into another order; use one part")
         super().__init__(in_features, sum(own), bias, parts=own, device=device, dtype=dtype)
-        self.tensor_group, self.mode, self.gather_output = group, check_mode(mode), gather_output
+        self.gather_output = gather_output
+        self._set_up(group, check_mode(mode), "out")
 
     def forward(self, x: torch.Tensor, *, bias_to: list[torch.Tensor | None] | None = None) -> torch.Tensor:
         """x [..., K], the same on all ranks -> [..., N / G] of x's dtype; [..., N] with gather_output."""
@@ -157,7 +174,8 @@ class RowLinear(CutLinear):
             )
         else:
             super().__init__(num_columns, out_features, bias, device=device, dtype=dtype)
-        self.tensor_group, self.mode, self.num_columns = group, mode, num_columns
+        self.num_columns = num_columns
+        self._set_up(group, mode, "out" if mode == "gather" else "in")
 
     def forward(self, x: torch.Tensor, *, bias_to: list[torch.Tensor | None] | None = None) -> torch.Tensor:
         """x [..., K / G], this rank's columns -> [..., N] of x's dtype, the same bits on all ranks."""
@@ -224,6 +242,13 @@ def check_mode(mode: TensorMode) -> TensorMode:
     return mode
 
 
-def cut_linears(model: nn.Module) -> list[CutLinear]:
-    """A model's linears that are cut among ranks."""
-    return [module for module in model.modules() if isinstance(module, CutLinear)]
+def sliced_parameters(model: nn.Module) -> tuple[TensorGroup | None, frozenset[str]]:
+    """(the tensor-parallel ranks or None, names of the parameters of which each has a slice)."""
+    group, names = None, set()
+    for name, module in model.named_modules():
+        if isinstance(module, CutLinear):
+            group = module.tensor_group
+            names.add(f"{name}.weight")
+            if module.cut_dim == "out":
+                names.add(f"{name}.bias")
+    return group, frozenset(names)

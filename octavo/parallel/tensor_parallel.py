@@ -12,6 +12,7 @@ from octavo.models.decoder import Decoder
 from octavo.nn import MLP, Attention, GeluMLP, Linear, plan_fusion
 from octavo.nn.cut_linear import ColumnLinear, CutLinear, RowLinear, TensorMode, check_mode
 from octavo.numerics.quantized import QuantizedTensor
+from octavo.parallel.equal import check_equal
 from octavo.parallel.gather import is_sharded
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def parallelize(model: Decoder, mesh: "Mesh | TensorGroup", *, mode: TensorMode 
     Returns:
         What was cut. On one rank nothing is.
     Raises:
-        ConfigError: no Decoder; it is cut or sharded already; an unknown mode; reduce for an exact model; scales of
+        ConfigError: no Decoder; ranks whose parameters differ; it is cut or sharded already; an unknown mode; reduce for an exact model; scales of
             the KV cache that depend on all heads.
         ShapeError: the ranks divide neither heads nor KV heads, or a linear's sizes, or would cut FP8 blocks.
     """
@@ -82,6 +83,7 @@ def parallelize(model: Decoder, mesh: "Mesh | TensorGroup", *, mode: TensorMode 
     num_params = sum(p.numel() for p in model.parameters())
     if group is None or group.size == 1:
         return TensorReport(mode, 0, num_params, num_params)
+    check_equal(dict(model.named_parameters()), group.group, model.device)
     blocks = [block for block in model.modules() if isinstance(block, Attention | MLP | GeluMLP)]
     plans = [plan for block in blocks for plan in _plans(block, group, mode)]  # all is checked before anything changes
     made = [(*plan[:2], _cut(*plan[2:], group, mode)) for plan in plans]

@@ -1,6 +1,7 @@
 """The ranks of a job as a mesh: the [parallel] section of a config, and the process groups by what they are for.
 
-Dimensions have torchtitan's names: dp_replicate (ranks with a copy of the shards), dp_shard (ranks that share a model).
+Dimensions have torchtitan's names: dp_replicate (ranks with a copy of the shards), dp_shard (ranks that share a model),
+tp (ranks that compute each linear together; neighbours, since they talk most).
 """
 
 import atexit
@@ -18,16 +19,16 @@ from torch.distributed.rendezvous import rendezvous
 
 from octavo.config import Config
 from octavo.distributed.collectives import all_gather_into
+from octavo.distributed.tensor_group import TensorGroup
 from octavo.distributed.torch_private import default_store, set_timeout
 from octavo.distributed.watchdog import Watchdog
 from octavo.env import TorchrunPlace, torchrun_place
 from octavo.errors import BackendError, ConfigError
 
 T = TypeVar("T")
-DIMENSIONS = ("dp_replicate", "dp_shard")
+DIMENSIONS = ("dp_replicate", "dp_shard", "tp")
 _HOST_TIMEOUT = datetime.timedelta(minutes=30)
 _LATER = {
-    "tensor_parallel_degree": "tensor parallelism is not supported yet",
     "context_parallel_degree": "context parallelism is not supported yet",
     "pipeline_parallel_degree": "pipeline parallelism is not supported yet; shard over more ranks",
     "expert_parallel_degree": "expert parallelism is not supported yet; experts are sharded with their layer",
@@ -40,7 +41,7 @@ class ParallelSection(Config):
     Args:
         data_parallel_replicate_degree: groups of ranks with a copy of the shards each (HSDP); 1 for none.
         data_parallel_shard_degree: ranks that a model is sharded over (FSDP2); -1 for all that are left.
-        tensor_parallel_degree: 1; more is not supported yet.
+        tensor_parallel_degree: ranks among which each linear is cut (octavo.parallel.parallelize).
         context_parallel_degree: 1; more is not supported yet.
         pipeline_parallel_degree: 1; more is not supported yet.
         expert_parallel_degree: 1; more is not supported yet.
@@ -71,24 +72,41 @@ class ParallelSection(Config):
             raise ValueError("data_parallel_shard_degree must be -1 (all that are left) or at least 1, got 0")
         return self
 
-    def degrees(self, world_size: int) -> tuple[int, int]:
-        """(replicas, ranks that share a model) of a job of so many ranks.
+    def refuse_tensor(self, command: str) -> None:
+        """For a command that does not cut linears yet.
+
+        Raises:
+            ConfigError: tensor_parallel_degree asks for it.
+        """
+        if self.tensor_parallel_degree > 1:
+            raise ConfigError(
+                f"parallel.tensor_parallel_degree must be 1, got {self.tensor_parallel_degree}: {command} does not cut "
+                "linears yet; use data_parallel_shard_degree, or octavo.parallel.parallelize in a loop of your own"
+            )
+
+    def degrees(self, world_size: int) -> tuple[int, int, int]:
+        """(replicas, ranks that share a model, ranks that cut a linear) of a job of so many ranks.
 
         Raises:
             ConfigError: the degrees do not explain the ranks.
         """
-        replicas, shards = self.data_parallel_replicate_degree, self.data_parallel_shard_degree
-        if shards == -1 and world_size % replicas == 0:
-            return replicas, world_size // replicas
-        if shards != -1 and replicas * shards == world_size:
-            return replicas, shards
-        fits = f"data_parallel_replicate_degree = {replicas} goes with a multiple of {replicas} ranks"
-        if shards != -1:
-            fits = f"start {replicas * shards} ranks, or set data_parallel_shard_degree = -1"
-        raise ConfigError(
-            f"parallel: data_parallel_replicate_degree={replicas} times data_parallel_shard_degree={shards} must be "
-            f"the number of ranks, got {world_size}; {fits}"
+        replicas, shards, tensor = (
+            self.data_parallel_replicate_degree,
+            self.data_parallel_shard_degree,
+            self.tensor_parallel_degree,
         )
+        known = replicas * tensor
+        if shards == -1 and world_size % known == 0:
+            return replicas, world_size // known, tensor
+        if shards != -1 and known * shards == world_size:
+            return replicas, shards, tensor
+        degrees = f"data_parallel_replicate_degree={replicas} times data_parallel_shard_degree={shards}"
+        if tensor > 1:
+            degrees += f" times tensor_parallel_degree={tensor}"
+        fits = f"the others go with a multiple of {known} ranks"
+        if shards != -1:
+            fits = f"start {known * shards} ranks, or set data_parallel_shard_degree = -1"
+        raise ConfigError(f"parallel: {degrees} must be the number of ranks, got {world_size}; {fits}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,14 +114,16 @@ class Mesh:
     """This process among the ranks of its job. `Mesh.single()` is one process without a process group.
 
     Attributes:
-        rank: of all.
-        world_size: how many there are; data parallelism uses them all.
+        rank: among the ranks with data of their own; those of one tensor group have the same.
+        world_size: how many of these there are.
         num_replicas: size of dp_replicate.
         num_shards: size of dp_shard.
         device: this rank's.
         device_mesh: torch's DeviceMesh with DIMENSIONS, or None for one process.
         watchdog: says which rank is late, where from_config has started one.
         host_group: all ranks over gloo, for what the hosts agree on while the devices compute; None for one process.
+        tensor_group: the ranks among which each linear is cut; None where none is.
+        data_host_group: the ranks with data of their own that hold the same slices, over gloo; host_group without tp.
     """
 
     rank: int
@@ -114,6 +134,8 @@ class Mesh:
     device_mesh: Any = None
     watchdog: Watchdog | None = None
     host_group: Any = None
+    tensor_group: TensorGroup | None = None
+    data_host_group: Any = None
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> Self:
@@ -137,7 +159,7 @@ class Mesh:
         if place is None or place.world_size == 1:
             parallel.degrees(1)
             return cls.single(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        replicas, shards = parallel.degrees(place.world_size)
+        degrees = parallel.degrees(place.world_size)
         own = _device_of(place, device)
         timeout = datetime.timedelta(seconds=parallel.timeout_s)
         if not dist.is_initialized():
@@ -146,36 +168,61 @@ class Mesh:
             store = default_store()
             store.set_timeout(datetime.timedelta(seconds=30))
             _watchdogs.append(Watchdog(store, place.rank, place.world_size, parallel.timeout_s / 2))
-        mesh = cls.of_process_group(replicas, shards, own)
+        mesh = cls.of_process_group(*degrees[:2], own, degrees[2])
         # torch gives new groups a default of its own; the hosts also wait for text to be tokenized, and for disks
         of_hosts = max(timeout, _HOST_TIMEOUT)
-        for group, limit in ((mesh.host_group, of_hosts), *((mesh.group(name), timeout) for name in DIMENSIONS)):  # type: ignore[arg-type]
-            set_timeout(limit, group)
+        set_timeout(of_hosts, mesh.host_group)
+        for name in mesh.device_mesh.mesh_dim_names:
+            set_timeout(timeout, mesh.group(name))
         return dataclasses.replace(mesh, watchdog=_watchdogs[0])
 
     @classmethod
-    def of_process_group(cls, num_replicas: int, num_shards: int, device: torch.device | str) -> Self:
+    def of_process_group(
+        cls, num_replicas: int, num_shards: int, device: torch.device | str, num_tensor: int = 1
+    ) -> Self:
         """The mesh over torch's default process group, which the caller has started."""
         from torch.distributed.device_mesh import init_device_mesh
 
         device = torch.device(device)
-        mesh = init_device_mesh(device.type, (num_replicas, num_shards), mesh_dim_names=DIMENSIONS)
+        sizes = (num_replicas, num_shards, num_tensor)[: 3 if num_tensor > 1 else 2]
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=DIMENSIONS[: len(sizes)])
         # its own even where the default one is gloo: a save in the background must not meet training's collectives
         host_group = dist.new_group(backend="gloo")
+        tensor_group, data_host_group = None, host_group
+        if num_tensor > 1:
+            tensor_group = TensorGroup.of(mesh.get_group("tp"))
+            mesh["dp_replicate", "dp_shard"]._flatten("dp")
+            everyone = range(dist.get_world_size())
+            groups = [dist.new_group(list(everyone[i::num_tensor]), backend="gloo") for i in range(num_tensor)]
+            data_host_group = groups[tensor_group.rank]
         return cls(
-            dist.get_rank(), dist.get_world_size(), num_replicas, num_shards, device, mesh, host_group=host_group
+            dist.get_rank() // num_tensor,
+            dist.get_world_size() // num_tensor,
+            num_replicas,
+            num_shards,
+            device,
+            mesh,
+            host_group=host_group,
+            tensor_group=tensor_group,
+            data_host_group=data_host_group,
         )
 
     @property
     def is_first(self) -> bool:
         """Whether this rank writes and prints for all."""
-        return self.rank == 0
+        return self.rank == 0 and (self.tensor_group is None or self.tensor_group.rank == 0)
 
-    def group(self, dimension: Literal["dp_replicate", "dp_shard", "dp"]) -> Any:
-        """The process group of a dimension that this rank is in, None for one process; "dp": all ranks."""
+    def group(self, dimension: Literal["dp_replicate", "dp_shard", "tp", "dp"]) -> Any:
+        """The process group of a dimension that this rank is in, None for one process.
+
+        Args:
+            dimension: a name of DIMENSIONS, or "dp" for all ranks with data of their own.
+        """
         if self.device_mesh is None:
             return None
-        return dist.group.WORLD if dimension == "dp" else self.device_mesh.get_group(dimension)
+        if dimension == "dp" and self.tensor_group is None:
+            return dist.group.WORLD
+        return self.device_mesh.get_group(dimension)
 
     def own_share(self, num_micro_batches: int) -> range:
         """This rank's micro-batches of a global batch: rank, rank + world_size, ...
@@ -222,7 +269,7 @@ class Mesh:
         if self.device_mesh is None:
             return values
         found = values.new_empty(self.world_size * len(values))
-        all_gather_into(found, values.contiguous())
+        all_gather_into(found, values.contiguous(), group=self.group("dp"))
         return found.view(self.world_size, -1).t().reshape(-1)
 
     def gather_vectors(self, own: torch.Tensor, lens: Sequence[int]) -> list[torch.Tensor]:
@@ -231,15 +278,23 @@ class Mesh:
             return [own]
         assert len(own) == lens[self.rank], f"{len(own)} numbers, and {lens[self.rank]} were announced"
         found = own.new_empty(self.world_size, max(lens))
-        all_gather_into(found.view(-1), torch.nn.functional.pad(own, (0, max(lens) - len(own))))
+        all_gather_into(found.view(-1), torch.nn.functional.pad(own, (0, max(lens) - len(own))), group=self.group("dp"))
         return [row[:num] for row, num in zip(found, lens, strict=True)]
 
     def gather_objects(self, value: T) -> list[T]:
         """A small picklable value of each rank, by rank; all must ask."""
         if self.device_mesh is None:
             return [value]
-        found: list[Any] = [None] * self.world_size
+        found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, value)
+        return found
+
+    def _of_data(self, value: T) -> list[T]:
+        """gather_objects among the ranks with data of their own."""
+        if self.device_mesh is None:
+            return [value]
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value, group=self.group("dp"))
         return found
 
     def gather_dealt(self, own: Sequence[T], num: int) -> list[T]:
@@ -248,7 +303,7 @@ class Mesh:
         Args:
             own: of items rank, rank + world_size, ...; what goes beyond num is left out.
         """
-        everyone = self.gather_objects(list(own))
+        everyone = self._of_data(list(own))
         return [everyone[index % self.world_size][index // self.world_size] for index in range(num)]
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from octavo.deprecation import former_keywords
+from octavo.distributed.tensor_group import TensorGroup
 from octavo.errors import DtypeError, RecipeError, ShapeError
 from octavo.models.checkpoint.kv_scales import KVScales
 from octavo.models.config import ModelConfig
@@ -53,6 +54,7 @@ class Decoder(FusedLayer):
         conversion_report: what set_numerics last did to each linear, None before.
         weight_version: grows by one at each commit of new weights.
         kv_scales: known scales of the KV cache that a checkpoint came with, one KVScales a layer, or none.
+        tensor_group: the ranks among which its linears are cut (octavo.parallel.parallelize), or None.
         kv_table: the scales that trainer and engine write K and V under where numerics.kv_scales asks for one of each a
             layer, else None; set_numerics makes it.
 
@@ -84,6 +86,7 @@ class Decoder(FusedLayer):
         self.weight_version = 0
         self.kv_scales: tuple[KVScales, ...] = ()
         self.kv_table: KVScaleTable | None = None
+        self.tensor_group: TensorGroup | None = None
         self.register_buffer("logit_mask", None, persistent=False)
         # Resuming or any other load is a commit too.
         self.register_load_state_dict_post_hook(_commit_loaded)
@@ -221,6 +224,12 @@ class Decoder(FusedLayer):
     @property
     def device(self) -> torch.device:
         return self.embed_tokens.weight.device
+
+    @property
+    def num_local_heads(self) -> tuple[int, int]:
+        """Query heads and KV heads of a layer on this rank: all of them, but for a model that is cut among ranks."""
+        attention = self.layers[0].self_attn
+        return attention.num_heads, attention.num_kv_heads  # type: ignore[return-value,union-attr]
 
     @property
     def num_params(self) -> int:

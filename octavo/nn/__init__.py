@@ -7,6 +7,7 @@ from octavo.nn.check_weights import check_weights
 from octavo.nn.checkpoint import checkpoint
 from octavo.nn.conversion import ConversionReport, ConversionRow, convert, set_exact
 from octavo.nn.cross_entropy import linear_cross_entropy
+from octavo.nn.cut_linear import ColumnLinear, RowLinear
 from octavo.nn.decoder_layer import DecoderLayer, ParallelDecoderLayer
 from octavo.nn.dot_product_attention import DotProductAttention
 from octavo.nn.fp8_state import (
@@ -39,6 +40,7 @@ __all__ = [
     "MLP",
     "Attention",
     "AttentionContext",
+    "ColumnLinear",
     "ConversionReport",
     "ConversionRow",
     "DecoderLayer",
@@ -54,6 +56,7 @@ __all__ = [
     "RMSNorm",
     "RotaryEmbedding",
     "Router",
+    "RowLinear",
     "SparseMoE",
     "TensorStatistics",
     "TransformerLayer",

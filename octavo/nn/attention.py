@@ -5,7 +5,6 @@ import torch
 from octavo.errors import ShapeError
 from octavo.nn.attention_context import AttentionContext, CachingContext
 from octavo.nn.autocast_context import effective_recipe
-from octavo.nn.functional.linear import output_gemm
 from octavo.nn.functional.norm_linear import can_infer
 from octavo.nn.fusion import FusedLayer, fusable
 from octavo.nn.linear import Linear
@@ -73,9 +72,7 @@ class Attention(FusedLayer):
                 softmax_scale=self.head_dim**-0.5, out_scaling=recipe.input if self._takes_codes(recipe) else None,
             )  # fmt: skip
             if isinstance(out, QuantizedTensor):
-                o_proj = self.o_proj
-                plan = o_proj.plan_for(recipe)
-                return output_gemm(out, o_proj.weight, o_proj.bias, o_proj.source, plan, qkv.dtype, training=False)
+                return self.o_proj.infer_codes(out, self.o_proj.plan_for(recipe), qkv.dtype)
             return self.o_proj(out.view(tokens, self.num_heads * self.head_dim))
         q, k, v = qkv.split(self.qkv_proj.parts, dim=-1)
         q = q.reshape(tokens, self.num_heads, self.head_dim)

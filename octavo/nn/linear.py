@@ -9,6 +9,7 @@ from octavo.nn.functional.emulated import EmulatedLinearFunction
 from octavo.nn.functional.linear import (
     HighPrecisionLinearFunction,
     ScaledLinearFunction,
+    output_gemm,
     scaled_linear,
     warn_of_fp16,
 )
@@ -18,7 +19,8 @@ from octavo.nn.weights.cached import CachedWeight
 from octavo.nn.weights.capture import is_partitioned
 from octavo.nn.weights.codes import CodesOnly
 from octavo.nn.weights.gathered import GatheredWeight
-from octavo.nn.weights.plan import Observer
+from octavo.nn.weights.plan import LinearPlan, Observer
+from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.scaling import INPUT_DTYPES
 
@@ -50,6 +52,8 @@ class Linear(WeightHolder):
         follows_autocast: compute in torch.autocast's dtype, as the torch.nn.Linear did that convert replaced.
         weight_version: grows by one each time that the weight is committed (optimizer, load, refit).
     """
+
+    is_cut = False  # see CutLinear
 
     def __init__(
         self,
@@ -120,6 +124,22 @@ class Linear(WeightHolder):
                 )
             out = HighPrecisionLinearFunction.apply(flat, self.weight, bias, self.exact, self.observer)
         return out if is_matrix else out.view(*x.shape[:-1], self.out_features)
+
+    def infer_codes(
+        self, rows: QuantizedTensor, plan: LinearPlan, dtype: torch.dtype, *, with_bias: bool = True
+    ) -> torch.Tensor:
+        """The forward, without gradients, of an input [T, K] that is codes already -> [T, N] of dtype.
+
+        Args:
+            plan: of begin or plan_for.
+            with_bias: False where an activation adds it.
+        """
+        bias = self.bias if with_bias else None
+        return output_gemm(rows, self.weight, bias, self.source, plan, dtype, training=False)
+
+    def may_take_codes(self, recipe: Recipe) -> bool:
+        """Whether infer_codes has the bits of forward, where the recipe's scales alone would allow it."""
+        return True
 
     def _check_exact(self, recipe: Recipe) -> None:
         if self.exact and recipe != self.recipe:

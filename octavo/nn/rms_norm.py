@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from octavo.distributed.tensor_group import TensorGroup
 from octavo.nn.fusion import fusable
 from octavo.ops.norm import NormKind, has_exact_kernel, norm_backward, norm_forward
 from octavo.ops.norm.layer_norm import layer_norm
@@ -22,6 +23,9 @@ class RMSNorm(nn.Module):
         eps: added to the mean square.
         zero_centered_gamma: multiply by 1 + weight; weight then starts at zero.
         dtype: of the weight.
+
+    Attributes:
+        tensor_group: tensor-parallel ranks that norm other rows each by one weight, whose gradient they add; or None.
     """
 
     def __init__(
@@ -38,10 +42,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         self.exact = False
+        self.tensor_group: TensorGroup | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size] -> the same shape and dtype."""
-        return apply_norm(x, self.weight, None, self.eps, "rms_norm", self.zero_centered_gamma, self.exact)
+        weight = self.weight
+        if self.tensor_group is not None and torch.is_grad_enabled():
+            weight = self.tensor_group.share(weight)  # type: ignore[assignment]
+        return apply_norm(x, weight, None, self.eps, "rms_norm", self.zero_centered_gamma, self.exact)
 
 
 def initial_gamma(

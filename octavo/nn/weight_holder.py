@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from octavo.distributed.tensor_group import TensorGroup
 from octavo.errors import CheckpointError, RecipeError
 from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.delayed import DelayedLinear
@@ -30,6 +31,8 @@ class WeightHolder(DelayedLinear):
     saves_input: bool
     input_scale: torch.Tensor | None
     _input_quant_scale: torch.Tensor | None
+    tensor_group: TensorGroup | None = None  # see LinearPlan
+    cut_dim = ""
 
     def _new_source(self, version: int, codes: Operands | None = None) -> CachedWeight | CodesOnly:
         return CachedWeight(self.parts, version) if codes is None else CodesOnly(self.parts, codes, version)
@@ -53,13 +56,15 @@ class WeightHolder(DelayedLinear):
         """How this linear computes under a recipe, as it stands."""
         state, scale = None if recipe.delayed is None else self.delayed_state(recipe), self._input_quant_scale
         saves_input = self.saves_input or (self.source.is_sharded and torch.compiler.is_compiling())
-        return LinearPlan(recipe, self.exact, self.training, saves_input, self.observer, state, scale)
+        cut = (self.tensor_group, self.cut_dim)
+        return LinearPlan(recipe, self.exact, self.training, saves_input, self.observer, state, scale, *cut)
 
     def begin(self, recipe: Recipe) -> LinearPlan:
         """plan_for at the beginning of a forward: delayed scaling takes over what the last training step staged."""
         state, scale = None if recipe.delayed is None else self.begin_forward(recipe), self._input_quant_scale
         saves_input = self.saves_input or (self.source.is_sharded and torch.compiler.is_compiling())
-        return LinearPlan(recipe, self.exact, self.training, saves_input, self.observer, state, scale)
+        cut = (self.tensor_group, self.cut_dim)
+        return LinearPlan(recipe, self.exact, self.training, saves_input, self.observer, state, scale, *cut)
 
     def forward_operands(self, recipe: Recipe) -> Operands:
         """Codes of the weight for the output GEMM: (row range, [rows, K]) pairs, shared, not copied."""

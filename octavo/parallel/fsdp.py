@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from octavo.distributed.agreement import check_agreement
 from octavo.distributed.reduction import OrderedReduceScatter
 from octavo.distributed.shards import local
 from octavo.distributed.torch_private import param_groups
 from octavo.errors import ConfigError, DtypeError
 from octavo.nn import plan_fusion
 from octavo.parallel.copy_engine_gather import gather_by_copy_engines
+from octavo.parallel.equal import check_equal
 from octavo.parallel.fp8_all_gather import GatheredBytes, gather_codes
 from octavo.parallel.gather import is_sharded
 
@@ -125,7 +125,7 @@ def shard(
         )
     num_params, units = sum(p.numel() for p in params.values()), dict(_units(model))
     if mesh.device_mesh is not None:
-        _check_equal(params, mesh)
+        check_equal(params, mesh.data_host_group, mesh.device)
         _wrap(model, units, mesh, reduction, (param_dtype, reduce_dtype), reshard_after_forward)
         plan_fusion(model)
     is_coded = all_gather_dtype is not None and mesh.device_mesh is not None
@@ -184,20 +184,6 @@ def _layers(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
-
-
-def _check_equal(params: dict[str, Any], mesh: "Mesh") -> None:
-    """By a sum of each parameter's bits: replicas would train models of their own, shards a mixture of several."""
-    with torch.no_grad():
-        sums = {
-            name: param.view(torch.int16 if param.element_size() == 2 else torch.int32).sum(dtype=torch.int64)
-            for name, param in params.items()
-            if param.element_size() in (2, 4) and not param.is_meta
-        }
-    values = torch.stack([each.to(mesh.device) for each in sums.values()]).tolist() if sums else []
-    known = dict(zip(sums, values, strict=True))
-    # every rank comes here, whatever is on the device "meta" on it
-    check_agreement({f"the sum of the bits of {name}": known.get(name) for name in params}, mesh.host_group)
 
 
 def _check_fp32(params: dict[str, Any]) -> None:

@@ -76,6 +76,7 @@ def run(
     """
     check_writable(config.run.dir, "run.dir")
     find_device(config.run.device)  # which says what is wrong with the name
+    config.parallel.refuse_tensor("octavo rl")
     mesh = Mesh.from_config(config.parallel, config.run.device)
     on_step = on_step or (lambda _: None)
     with locked_folder(config.run.dir, mesh):

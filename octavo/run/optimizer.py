@@ -11,6 +11,7 @@ import torch
 from octavo.errors import ConfigError
 from octavo.models.decoder import Decoder
 from octavo.nn import mark_weights_updated
+from octavo.nn.cut_linear import sliced_parameters
 from octavo.numerics.infinity import take_infinity
 from octavo.run.sections import OptimizerSection
 from octavo.run.updates import CompactUpdate, FullUpdate, decay_groups
@@ -25,6 +26,7 @@ class MasterAdamW(torch.optim.Optimizer):
     Args:
         model: its trainable parameters, fp32 or bf16. Matrices decay; vectors (norms, biases) do not. They may be
             sharded by torch's fully_shard; state is then sharded alike.
+            parallelize may have cut them: the norm is then the whole model's.
         config: learning rate, betas, eps, weight decay, state_dtype, master_weights.
 
     Exactness: with fp32 state and masters and fp32 parameters, bit for bit torch.optim.AdamW over the same groups;
@@ -40,7 +42,8 @@ class MasterAdamW(torch.optim.Optimizer):
         is_full = config.state_dtype == "fp32" and config.master_weights == "fp32"
         defaults = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
         super().__init__(decay_groups(list(params.values()), config.weight_decay), defaults)
-        self._update = FullUpdate(params, config) if is_full else CompactUpdate(params, config)
+        slices = sliced_parameters(model)
+        self._update = FullUpdate(params, config, slices) if is_full else CompactUpdate(params, config, slices)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """torch's, while the groups are made.

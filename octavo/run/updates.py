@@ -7,6 +7,7 @@ import torch
 
 from octavo.distributed.norm import global_norm
 from octavo.distributed.shards import check_fits, fill, local
+from octavo.distributed.tensor_group import TensorGroup
 from octavo.errors import CheckpointError
 from octavo.optim import AdamW
 from octavo.optim.state import by_rows
@@ -14,13 +15,14 @@ from octavo.run.sections import OptimizerSection
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 Params = dict[str, torch.nn.Parameter]
+Slices = tuple[TensorGroup | None, frozenset[str]]  # tensor-parallel ranks, and parameters of which each has a slice
 
 
 class FullUpdate:
     """torch.optim.AdamW on fp32 masters: parameters that are fp32 are their own. Gradients add up in fp32."""
 
-    def __init__(self, params: Params, config: OptimizerSection) -> None:
-        self._params = params
+    def __init__(self, params: Params, config: OptimizerSection, slices: Slices = (None, frozenset())) -> None:
+        self._params, self._slices = params, slices
         self._masters = {name: _master_of(param) for name, param in params.items()}
         self._adamw = torch.optim.AdamW(
             decay_groups(list(self._masters.values()), config.weight_decay),
@@ -53,10 +55,11 @@ class FullUpdate:
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """The norm before clipping."""
-        grads = [master.grad for master in self._masters.values() if master.grad is not None]
-        norm = global_norm(grads)
+        grads = {name: master.grad for name, master in self._masters.items() if master.grad is not None}
+        group, sliced = self._slices
+        norm = global_norm(list(grads.values()), slices=[name in sliced for name in grads], group=group)
         if max_norm > 0.0:
-            torch._foreach_mul_([local(grad) for grad in grads], _factor(norm, max_norm))
+            torch._foreach_mul_([local(grad) for grad in grads.values()], _factor(norm, max_norm))
         return norm
 
     @torch.no_grad()
@@ -117,8 +120,8 @@ class CompactUpdate:
     fp32, so that no sum loses what its terms have. Clipping is a factor that the step applies in fp32.
     """
 
-    def __init__(self, params: Params, config: OptimizerSection) -> None:
-        self._params = params
+    def __init__(self, params: Params, config: OptimizerSection, slices: Slices = (None, frozenset())) -> None:
+        self._params, self._slices = params, slices
         self._grads: dict[str, torch.Tensor] = {}
         self._grad_scale: torch.Tensor | None = None
         self._adamw = AdamW(
@@ -149,7 +152,10 @@ class CompactUpdate:
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """The norm before clipping."""
         gradients = self._gradients()
-        norm = global_norm(list(gradients.values()), list(gradients))
+        group, sliced = self._slices
+        names = {id(param): name for name, param in self._params.items()}
+        slices = [names[id(param)] in sliced for param in gradients]
+        norm = global_norm(list(gradients.values()), list(gradients), slices=slices, group=group)
         if self._grad_scale is not None:
             norm = norm * self._grad_scale
         if max_norm > 0.0:

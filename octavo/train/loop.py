@@ -109,6 +109,7 @@ def train(
     """
     check_writable(config.run.dir, "run.dir")
     find_device(config.run.device)
+    config.parallel.refuse_tensor("octavo train")
     mesh = Mesh.from_config(config.parallel, config.run.device)
     run = _Run.build(config, mesh)
     check_writable(config.run.dir, "run.dir", num_bytes=run.num_checkpoint_bytes)

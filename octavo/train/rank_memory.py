@@ -42,11 +42,12 @@ class RankShare:
             ConfigError: the degrees do not explain torchrun's ranks.
         """
         parallel, place = config.parallel, torchrun_place()
+        parallel.refuse_tensor("octavo train")
         if place is None:
             num_shards = max(parallel.data_parallel_shard_degree, 1)  # "all that are left" is this process
             replicas = parallel.data_parallel_replicate_degree
         else:
-            replicas, num_shards = parallel.degrees(place.world_size)
+            replicas, num_shards, _ = parallel.degrees(place.world_size)
         num_ranks = replicas * num_shards
         return cls(num_ranks, num_shards, num_ranks > 1 and config.optimizer.master_weights == "fp32")
 

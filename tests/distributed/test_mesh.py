@@ -67,19 +67,25 @@ def test_what_does_not_fit_the_ranks_is_refused(ranks: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.parametrize(
-    ("replicas", "shards", "ranks", "expected"), [(1, -1, 8, (1, 8)), (2, -1, 8, (2, 4)), (2, 2, 4, (2, 2))]
+    ("replicas", "shards", "ranks", "expected"), [(1, -1, 8, (1, 8, 1)), (2, -1, 8, (2, 4, 1)), (2, 2, 4, (2, 2, 1))]
 )
-def test_degrees(replicas: int, shards: int, ranks: int, expected: tuple[int, int]) -> None:
+def test_degrees(replicas: int, shards: int, ranks: int, expected: tuple[int, int, int]) -> None:
     section = ParallelSection(data_parallel_replicate_degree=replicas, data_parallel_shard_degree=shards)
     assert section.degrees(ranks) == expected
 
 
 def test_replicas_that_do_not_divide_the_ranks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="goes with a multiple of 3 ranks"):
+    with pytest.raises(ConfigError, match="go with a multiple of 3 ranks"):
         ParallelSection(data_parallel_replicate_degree=3).degrees(4)
 
 
-@pytest.mark.parametrize("kind", ["tensor", "context", "pipeline", "expert"])
+def test_a_tensor_parallel_degree_takes_its_share_of_the_ranks() -> None:
+    assert ParallelSection(tensor_parallel_degree=2).degrees(8) == (1, 4, 2)
+    with pytest.raises(ConfigError, match="shard_degree=3 times tensor_parallel_degree=2 must be the number of ranks"):
+        ParallelSection(data_parallel_shard_degree=3, tensor_parallel_degree=2).degrees(8)
+
+
+@pytest.mark.parametrize("kind", ["context", "pipeline", "expert"])
 def test_what_is_not_there_yet_is_refused_by_name(kind: str) -> None:
     with pytest.raises(ConfigError, match=f"{kind}_parallel_degree must be 1, got 2: .* not supported yet"):
         ParallelSection(**{f"{kind}_parallel_degree": 2})

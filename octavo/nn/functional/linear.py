@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from octavo.nn.functional.saved_operands import first_order_only
+from octavo.nn.weights.cut import quantize_shared, spans
 from octavo.nn.weights.delayed import DelayedState
 from octavo.nn.weights.operands import Operands
 from octavo.nn.weights.plan import LinearPlan, Observer
 from octavo.nn.weights.source import WeightSource
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
+from octavo.numerics.scaling import Scaling
 from octavo.ops._runtime.recipe_support import decoded_backward
 from octavo.ops.gemm.hp_mm import hp_mm
 from octavo.ops.gemm.scaled_mm import scaled_mm
@@ -54,9 +56,26 @@ def quantize_input(
     recipe = plan.recipe
     assert recipe.input is not None, f"recipe {recipe.name!r} quantizes no input"
     known = plan.known(DelayedState.INPUT, observe=observe)
+    if plan.cut_dim == "in" and not known and spans(recipe.input, True):
+        return _quantize_cut(x, recipe.input, recipe.wgrad_input if columns else None, plan)
     if columns:
         return quantize_both(x, recipe.input, column_scaling=recipe.input_for_grad_weight, **known)
     return quantize(x, recipe.input, **known), None
+
+
+def _quantize_cut(
+    x: torch.Tensor, scaling: Scaling, column_scaling: Scaling | None, plan: LinearPlan
+) -> tuple[QuantizedTensor, QuantizedTensor | None]:
+    """Codes of x [T, columns of this rank] for a GEMM over the columns of all ranks and, where asked for, over T."""
+    rows, columns = quantize_shared(x, scaling, plan.tensor_group), None
+    if column_scaling is not None:
+        is_shared = spans(column_scaling, False)
+        columns = (
+            quantize_shared(x, column_scaling, plan.tensor_group, columns=True)
+            if is_shared
+            else quantize_columns(x, column_scaling)
+        )
+    return rows, columns
 
 
 def output_gemm(
@@ -97,6 +116,8 @@ def quantize_grad_output(
     recipe = plan.recipe
     assert recipe.grad_output is not None, f"recipe {recipe.name!r} has no FP8 backward"
     known = plan.known(DelayedState.GRAD_OUTPUT, observe=plan.stages)
+    if plan.cut_dim == "out" and not known and spans(recipe.grad_output, True):
+        return _quantize_cut(grad, recipe.grad_output, recipe.grad_output if columns else None, plan)
     if columns:
         return quantize_both(grad, recipe.grad_output, **known)
     return quantize(grad, recipe.grad_output, **known), None
@@ -288,7 +309,10 @@ def _grad_weight(
             known = plan.known(DelayedState.INPUT, observe=False)
             if torch.compiler.is_compiling():
                 x = _remade_after(x, columns.scale)
-            saved = quantize_columns(x, plan.recipe.wgrad_input, **known)
+            if plan.cut_dim == "in" and not known and spans(plan.recipe.wgrad_input, False):
+                saved = quantize_shared(x, plan.recipe.wgrad_input, plan.tensor_group, columns=True)
+            else:
+                saved = quantize_columns(x, plan.recipe.wgrad_input, **known)
         return grad_weight_gemm(columns, saved, plan.recipe, weight.dtype)
     if x is None:
         assert saved is not None, "the forward saved the input's codes"

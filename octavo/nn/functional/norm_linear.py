@@ -48,8 +48,7 @@ def norm_linear(
     if fused and can_infer(recipe, norm, linear):
         plan = linear.begin(recipe)
         normed, stream = norm_input(x, residual, *norm_operands(norm), plan, training=False, columns=False)
-        out = output_gemm(normed.rows, linear.weight, linear.bias, linear.source, plan, x.dtype, training=False)
-        return out, stream
+        return linear.infer_codes(normed.rows, plan, x.dtype), stream
     if fused and can_fuse(recipe, norm, linear):
         plan = linear.begin(recipe)
         operands = (*norm_operands(norm), linear.weight, linear.bias, linear.source)
@@ -76,13 +75,14 @@ def can_fuse(recipe: Recipe, norm: Norm | None, *linears: Linear) -> bool:
     """Whether these modules can run as one Function under a recipe.
 
     Not in exact mode, not under an observer (which wants what lies between them), not where a GEMM is emulated or stays
-    in high precision, not for codes loaded without their weight, and not where blocks end with ragged parts.
+    in high precision, not for codes loaded without their weight, not where blocks end with ragged parts, and not for
+    linears that are cut among ranks, whose gradients meet between the modules.
     """
     if not all(recipe.in_fp8(gemm) for gemm in GEMMS) or (norm is not None and norm.exact):
         return False
     assert recipe.weight is not None and recipe.grad_output is not None, "all three GEMMs are in FP8"
     for linear in linears:
-        is_plain = not linear.exact and linear.observer is None and linear.weight is not None
+        is_plain = not (linear.exact or linear.is_cut) and linear.observer is None and linear.weight is not None
         if not is_plain or effective_recipe(linear.recipe) != recipe:
             return False
         if not recipe.weight.is_per_tensor and len(row_ranges(linear.parts, recipe.weight)) > 1:
@@ -100,7 +100,10 @@ def can_infer(recipe: Recipe, norm: Norm | None, *linears: Linear) -> bool:
         return False
     if norm is not None and norm.exact and not has_exact_kernel(norm.weight):
         return False
-    return all(linear.observer is None and effective_recipe(linear.recipe) == recipe for linear in linears)
+    return all(
+        linear.observer is None and effective_recipe(linear.recipe) == recipe and linear.may_take_codes(recipe)
+        for linear in linears
+    )
 
 
 def norm_input(

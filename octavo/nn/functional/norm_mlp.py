@@ -101,10 +101,10 @@ def infer_mlp(
     """The block without gradients of an input [T, K] that is codes already, where can_infer allows -> [T, K]."""
     scaling = plans[0].recipe.input
     assert scaling is not None, "can_infer wants an output GEMM in FP8"
-    hidden = output_gemm(rows, fc1.weight, None, fc1.source, plans[0], dtype, training=False)  # [T, 2F or F]
+    hidden = fc1.infer_codes(rows, plans[0], dtype, with_bias=False)  # [T, 2F or F]
     known = plans[1].known(DelayedState.INPUT, observe=False)
     activated = activation_quantize(hidden, kind=kind, bias=fc1.bias, scaling=scaling, **known).rows
-    return output_gemm(activated, fc2.weight, fc2.bias, fc2.source, plans[1], dtype, training=False)
+    return fc2.infer_codes(activated, plans[1], dtype)
 
 
 class ActivationFunction(torch.autograd.Function):

@@ -7,7 +7,6 @@ the same bits.
 import torch
 
 from octavo.nn.autocast_context import effective_recipe
-from octavo.nn.functional.linear import output_gemm
 from octavo.nn.functional.norm_linear import Norm, can_infer, norm_input, norm_operands
 from octavo.nn.functional.norm_mlp import infer_mlp
 from octavo.nn.linear import Linear
@@ -39,5 +38,5 @@ def infer_parallel(
     rows = normed.rows
     if recipe.has_state or recipe.static_input:
         rows = norm_input(stream, None, *of_norm, plans[0], training=False, columns=False)[0].rows
-    projected = output_gemm(normed.rows, linear.weight, linear.bias, linear.source, plan, x.dtype, training=False)
+    projected = linear.infer_codes(normed.rows, plan, x.dtype)
     return projected, infer_mlp(rows, fc1, fc2, kind, (plans[0], plans[1]), x.dtype), stream

@@ -22,6 +22,10 @@ class CodesOnly(WeightSource):
         """Let these be the codes."""
         self._forward, self._whole = join_ranges(operands) if self.has_whole else (operands, None)
 
+    def held(self) -> Operands:
+        """The codes, shared."""
+        return self._forward
+
     @property
     def device(self) -> torch.device:
         return self._forward[0][1].scale.device

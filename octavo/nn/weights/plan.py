@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from octavo.distributed.tensor_group import TensorGroup
 from octavo.errors import RecipeError
 from octavo.nn.weights.delayed import DelayedState
 from octavo.numerics.quantized import QuantizedTensor
@@ -25,6 +26,8 @@ class LinearPlan(NamedTuple):
         observer: sees every operand and result; None for none. See Linear.
         state: delayed scaling's, None without.
         input_quant_scale: [1] fp32 of a recipe with static_input, None without.
+        tensor_group: tensor-parallel ranks that hold slices of the linear, None where this rank holds it whole.
+        cut_dim: what they have slices of: "in" (input and weight, along K), "out" (weight and output, along N).
     """
 
     recipe: Recipe
@@ -34,6 +37,8 @@ class LinearPlan(NamedTuple):
     observer: Observer | None = None
     state: DelayedState | None = None
     input_quant_scale: torch.Tensor | None = None
+    tensor_group: TensorGroup | None = None
+    cut_dim: str = ""
 
     def known(self, slot: int, *, observe: bool) -> dict[str, Any]:
         """A quantizer's keyword arguments for one operand: delayed scaling's scale and amax, a static scale, or none.

@@ -21,7 +21,7 @@ def page_bytes(model: Decoder) -> int:
     """Bytes of one page over all layers."""
     config = model.config
     row_bytes = {"fp8": config.head_dim + 4, "bf16": config.head_dim * model.dtype.itemsize}
-    return 2 * config.num_kv_heads * PAGE_SIZE * sum(row_bytes[kind] for kind in _layer_dtypes(model))
+    return 2 * model.num_local_heads[1] * PAGE_SIZE * sum(row_bytes[kind] for kind in _layer_dtypes(model))
 
 
 def plan_num_pages(model: Decoder, config: EngineConfig) -> int:
@@ -33,6 +33,12 @@ def plan_num_pages(model: Decoder, config: EngineConfig) -> int:
     if config.num_kv_pages is not None:
         check_pages_fit(config.num_kv_pages, page_bytes(model), _free_bytes(model.device))
         return config.num_kv_pages
+    num_pages = _fitting_pages(model, config)
+    # ranks that compute together schedule alike, so that none may have more room than another
+    return num_pages if model.tensor_group is None else model.tensor_group.smallest(num_pages)
+
+
+def _fitting_pages(model: Decoder, config: EngineConfig) -> int:
     longest = -(-config.resolve_max_model_len(model.config.max_position_embeddings, None) // PAGE_SIZE)
     per_page = page_bytes(model) + (choice_page_bytes(model) if config.enable_return_routed_experts else 0)
     if model.device.type == "cuda":
@@ -84,7 +90,7 @@ def allocate_kv_cache(model: Decoder, num_pages: int) -> list[PagedKVLayer]:
     return [
         allocate_kv_layer(
             num_pages,
-            config.num_kv_heads,
+            model.num_local_heads[1],
             config.head_dim,
             kind,
             model.dtype,

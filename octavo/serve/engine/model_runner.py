@@ -134,7 +134,7 @@ class ModelRunner:
             return False
         self._prepared.add(batch)
         config = self.model.config
-        heads = config.num_heads, config.num_kv_heads, config.head_dim
+        heads = *self.model.num_local_heads, config.head_dim
         prepare_batch(*batch, heads, next(self.model.parameters()).dtype, self.model.device)
         return True
 

@@ -116,7 +116,7 @@ class PromptGraphs(CapturedSteps[int, StepPieces]):
     def _capture(self, key: int) -> StepPieces:
         model, size = self.model, key
         if self._attended is None:
-            heads = self.sizes[-1], model.config.num_heads, model.config.head_dim
+            heads = self.sizes[-1], model.num_local_heads[0], model.config.head_dim
             self._attended = torch.zeros(heads, dtype=model.dtype, device=model.device)
         inputs = torch.zeros(3, size, dtype=torch.int64, device=model.device)
         inputs[2].fill_(-1)

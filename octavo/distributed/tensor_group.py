@@ -1,0 +1,149 @@
+"""The ranks that hold slices of each linear (tensor parallelism), and what travels between them.
+
+Pieces are neighbouring columns, in the order of the ranks. What moves values is differentiable: its backward is the
+transposed movement. Codes travel without gradients.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from octavo.distributed.collectives import all_gather_into, reduce_scatter_into
+from octavo.numerics.quantized import QuantizedTensor
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorGroup:
+    """The ranks among which every linear of a model is cut.
+
+    Attributes:
+        group: torch's process group.
+        rank: this one among them.
+        size: how many there are.
+    """
+
+    group: Any
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, group: Any = None) -> "TensorGroup":
+        """Of a process group; None for all ranks."""
+        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TensorGroup":
+        return self  # a process group cannot be copied
+
+    def gather_columns(self, piece: torch.Tensor) -> torch.Tensor:
+        """Every rank's columns [T, n], by rank -> [T, size * n]; the gradient is the sum of all ranks', own columns.
+
+        For what each rank goes on with by itself: its part of a linear that sums over all columns.
+        """
+        return _GatherColumns.apply(piece, self, True)  # type: ignore[no-any-return]
+
+    def join_columns(self, piece: torch.Tensor) -> torch.Tensor:
+        """As gather_columns, for what all ranks go on with alike: the gradient is the same on all, own columns."""
+        return _GatherColumns.apply(piece, self, False)  # type: ignore[no-any-return]
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        """x itself, which all ranks have alike; each goes on with it by itself, so its gradient is the ranks' sum."""
+        return _Share.apply(x, self)  # type: ignore[no-any-return]
+
+    def add(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' parts, in their dtype, the same bits on all ranks; the gradient is the sum's."""
+        return _Add.apply(part, self)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def gather_codes(self, piece: QuantizedTensor) -> QuantizedTensor:
+        """Every rank's columns of an operand in blocks of 1 x 128, by rank: codes and scales in one message.
+
+        Args:
+            piece: [T, n], n a multiple of 128.
+        Returns:
+            [T, size * n], as quantize would have made it of the whole matrix.
+        """
+        tokens, columns = piece.shape
+        codes, scales = piece.qdata.view(torch.uint8), piece.scale.t()  # [T, n], [n / 128, T]
+        sent = torch.cat([codes.reshape(-1), scales.contiguous().view(torch.uint8).reshape(-1)])
+        received = sent.new_empty(self.size, len(sent))
+        all_gather_into(received.view(-1), sent, group=self.group)
+        of_codes = received[:, : codes.numel()].view(self.size, tokens, columns)
+        of_scales = received[:, codes.numel() :].view(torch.float32)  # [size, n / 128 * T]
+        qdata = of_codes.transpose(0, 1).reshape(tokens, self.size * columns).view(piece.qdata.dtype)
+        return QuantizedTensor.trusted(qdata, of_scales.reshape(-1, tokens).t(), piece.scaling)
+
+    @torch.no_grad()
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' parts, apart from autograd; the same bits on all ranks."""
+        return _summed(part, self)
+
+    @torch.no_grad()
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest of the ranks' numbers, element by element; free of NaN."""
+        found = values.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return found
+
+    def smallest(self, value: int) -> int:
+        """The smallest of the ranks' numbers; all must ask."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.group)
+        return int(min(found))
+
+    def _gathered(self, piece: torch.Tensor) -> torch.Tensor:
+        received = piece.new_empty(self.size, *piece.shape)
+        all_gather_into(received.view(-1), piece.contiguous().view(-1), group=self.group)
+        return received.transpose(0, 1).reshape(piece.shape[0], -1)
+
+    def _own_columns(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.unflatten(1, (self.size, -1))[:, self.rank]
+
+
+class _GatherColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, piece: torch.Tensor, tensor_group: TensorGroup, is_summed: bool) -> torch.Tensor:
+        ctx.tensor_group, ctx.is_summed = tensor_group, is_summed
+        return tensor_group._gathered(piece)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        tensor_group = ctx.tensor_group
+        if not ctx.is_summed:
+            return tensor_group._own_columns(grad).contiguous(), None, None
+        by_rank = grad.unflatten(1, (tensor_group.size, -1)).transpose(0, 1).contiguous()  # [size, T, n]
+        own = torch.empty_like(by_rank[0])
+        reduce_scatter_into(own.view(-1), by_rank.view(-1), group=tensor_group.group)
+        return own, None, None
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tensor_group: TensorGroup) -> torch.Tensor:
+        ctx.tensor_group = tensor_group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _summed(grad, ctx.tensor_group), None
+
+
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, tensor_group: TensorGroup) -> torch.Tensor:
+        return _summed(part, tensor_group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grad, None
+
+
+def _summed(part: torch.Tensor, tensor_group: TensorGroup) -> torch.Tensor:
+    total = part.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=tensor_group.group)
+    return total

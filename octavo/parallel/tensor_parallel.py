@@ -1,0 +1,221 @@
+"""parallelize: cut the linears of a Decoder among tensor-parallel ranks, in the bits of one GPU or not."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from octavo.distributed.tensor_group import TensorGroup
+from octavo.errors import ConfigError, ShapeError
+from octavo.models.decoder import Decoder
+from octavo.nn import MLP, Attention, GeluMLP, Linear, plan_fusion
+from octavo.nn.cut_linear import ColumnLinear, CutLinear, RowLinear, TensorMode, check_mode
+from octavo.numerics.quantized import QuantizedTensor
+from octavo.parallel.equal import check_equal
+from octavo.parallel.gather import is_sharded
+
+if TYPE_CHECKING:
+    from octavo.distributed.mesh import Mesh
+
+Ranges = tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorReport:
+    """What parallelize did.
+
+    Attributes:
+        mode: "gather" or "reduce".
+        num_cut: linears of which this rank holds a slice.
+        num_local_params: parameters that this rank holds.
+        num_params: those of the model.
+    """
+
+    mode: TensorMode
+    num_cut: int
+    num_local_params: int
+    num_params: int
+
+    def __str__(self) -> str:
+        promise = "one GPU's bits forward" if self.mode == "gather" else "partial sums are added: not one GPU's bits"
+        share = self.num_local_params / max(self.num_params, 1)
+        return f"{self.num_cut} linears cut, {share:.0%} of the parameters here; {self.mode}: {promise}"
+
+
+def parallelize(model: Decoder, mesh: "Mesh | TensorGroup", *, mode: TensorMode | None = None) -> TensorReport:
+    """Keep this rank's slices of a Decoder's linears and let it compute with the other ranks of its group.
+
+    Attention is cut by KV head (KV heads that are fewer than ranks are repeated), gate and up by column, o_proj and
+    down_proj by row or column as mode says. Norms, embedding, head and experts stay whole on every rank. All ranks call
+    the model with the same tokens; hidden states, logits and samples are the same on all of them.
+
+    Args:
+        model: a Decoder with the same values on all ranks, trainable or of FP8 codes alone; before shard, and before
+            the optimizer is made. It is changed in place.
+        mesh: of this job, with a dimension "tp"; or the ranks themselves.
+        mode: "gather": each sum over in_features is made on one rank, so that hidden states, logprobs and samples have
+            the bits of one GPU (bf16, rowwise, blockwise); its gradients have not, but are equal from run to run.
+            "reduce": partial sums are added, fewer messages and other bits. None: gather where the model is exact.
+    Returns:
+        What was cut. On one rank nothing is.
+    Raises:
+        ConfigError: no Decoder; ranks whose parameters differ; it is cut or sharded already; an unknown mode; reduce for an exact model; scales of
+            the KV cache that depend on all heads.
+        ShapeError: the ranks divide neither heads nor KV heads, or a linear's sizes, or would cut FP8 blocks.
+    """
+    group = mesh if isinstance(mesh, TensorGroup) else mesh.tensor_group
+    if not isinstance(model, Decoder):
+        raise ConfigError(
+            f"parallelize cuts octavo's Decoders, got {type(model).__name__}; build other models of "
+            "octavo.nn.ColumnLinear and RowLinear"
+        )
+    mode = check_mode(mode or ("gather" if model.numerics.exact else "reduce"))
+    if mode == "reduce" and model.numerics.exact:
+        raise ConfigError("mode='reduce' is not exact, and the model's numerics are; use mode='gather'")
+    if model.tensor_group is not None or is_sharded(model):
+        raise ConfigError("the model is cut or sharded already; parallelize it once, and before shard")
+    if model.numerics.has_known_kv_scales:
+        raise ConfigError(
+            f"kv_scales={model.numerics.kv_scales!r} are of all heads of a layer, of which a rank has some; use "
+            "kv_scales='per_token_head'"
+        )
+    num_params = sum(p.numel() for p in model.parameters())
+    if group is None or group.size == 1:
+        return TensorReport(mode, 0, num_params, num_params)
+    check_equal(dict(model.named_parameters()), group.group, model.device)
+    blocks = [block for block in model.modules() if isinstance(block, Attention | MLP | GeluMLP)]
+    plans = [plan for block in blocks for plan in _plans(block, group, mode)]  # all is checked before anything changes
+    made = [(*plan[:2], _cut(*plan[2:], group, mode)) for plan in plans]
+    for block, name, linear in made:
+        setattr(block, name, linear)
+    for block in blocks:
+        if isinstance(block, Attention):
+            _keep_heads(block, group)
+    model.tensor_group = group
+    plan_fusion(model)
+    return TensorReport(mode, len(made), sum(p.numel() for p in model.parameters()), num_params)
+
+
+def _plans(
+    block: Attention | MLP | GeluMLP, group: TensorGroup, mode: TensorMode
+) -> list[tuple[nn.Module, str, Linear, Ranges, slice, type[CutLinear]]]:
+    """(block, the linear's name in it, the linear, rows and columns that this rank keeps, what becomes of it)."""
+    if isinstance(block, Attention):
+        names, first = ("qkv_proj", "o_proj"), _head_rows(block, group)
+    else:
+        names = ("gate_up_proj", "down_proj") if isinstance(block, MLP) else ("fc_in", "fc_out")
+        parts = getattr(block, names[0]).parts
+        starts = [sum(parts[:i]) for i in range(len(parts))]
+        first = tuple(_own(part, group, names[0], start) for part, start in zip(parts, starts, strict=True))
+    column, row = (getattr(block, name) for name in names)
+    rows, columns = slice(0, row.out_features), _own(row.in_features, group, names[1])
+    if mode == "gather":
+        rows, columns = _own(row.out_features, group, names[1]), slice(0, row.in_features)
+    plans: list[tuple[nn.Module, str, Linear, Ranges, slice, type[CutLinear]]] = [
+        (block, names[0], column, first, slice(0, column.in_features), ColumnLinear),
+        (block, names[1], row, (rows,), columns, RowLinear),
+    ]
+    for _, _, linear, ranges, of_columns, _ in plans:
+        _check_blocks(linear, ranges, of_columns)
+    return plans
+
+
+def _own(num: int, group: TensorGroup, what: str, start: int = 0) -> slice:
+    """This rank's share of num rows or columns, which begin at start."""
+    if num % group.size:
+        raise ShapeError(f"{group.size} tensor-parallel ranks do not divide the {num} rows or columns of {what}")
+    each = num // group.size
+    return slice(start + group.rank * each, start + (group.rank + 1) * each)
+
+
+def _head_rows(attention: Attention, group: TensorGroup) -> Ranges:
+    """This rank's rows of q, k and v in the fused projection."""
+    heads, kv_heads, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    if heads % group.size or (kv_heads % group.size and group.size % kv_heads):
+        raise ShapeError(
+            f"tensor-parallel ranks must divide the heads, and divide the KV heads or be a multiple of them; got "
+            f"{group.size} ranks for {heads} heads and {kv_heads} KV heads"
+        )
+    each = max(kv_heads // group.size, 1)
+    first = group.rank * kv_heads // group.size
+    kv = slice(first * dim, (first + each) * dim)
+    queries, keys = heads * dim, kv_heads * dim
+    return (
+        _own(queries, group, "qkv_proj"),
+        slice(queries + kv.start, queries + kv.stop),
+        slice(queries + keys + kv.start, queries + keys + kv.stop),
+    )
+
+
+def _check_blocks(linear: Linear, rows: Ranges, columns: slice) -> None:
+    """Refuse to cut a block of the weight, whose scale one rank alone would then not know."""
+    recipe = linear.recipe
+    if recipe is None or recipe.weight is None:
+        return
+    starts = [sum(linear.parts[:i]) for i in range(len(linear.parts) + 1)]
+    of_rows, of_columns = recipe.weight.block_size
+    for size, ranges, borders in ((of_rows, rows, starts), (of_columns, (columns,), [0, linear.in_features])):
+        for each in ranges if size > 1 else ():
+            begin = max(border for border in borders if border <= each.start)
+            if (each.start - begin) % size or ((each.stop - begin) % size and each.stop not in borders):
+                raise ShapeError(
+                    f"{recipe.name!r} has blocks of {size}, and {linear.source.full_name or 'a linear'} would be cut "
+                    f"at {each.start - begin} to {each.stop - begin} of a part; use fewer tensor-parallel ranks, or "
+                    "recipe='rowwise'"
+                )
+
+
+def _cut(
+    linear: Linear, rows: Ranges, columns: slice, kind: type[CutLinear], group: TensorGroup, mode: TensorMode
+) -> CutLinear:
+    """A linear that holds these rows and columns of another one."""
+    sizes = tuple(each.stop - each.start for each in rows)
+    options: dict[str, Any] = {"group": group, "mode": mode, "device": "meta", "dtype": torch.bfloat16}
+    has_bias = linear.bias is not None
+    made: CutLinear
+    if kind is ColumnLinear:
+        parts = tuple(size * group.size for size in sizes)
+        made = ColumnLinear(linear.in_features, sum(parts), has_bias, parts=parts, **options)
+        made.repeats_rows = sum(parts) > linear.out_features
+    else:
+        made = RowLinear(linear.in_features, linear.out_features, has_bias, **options)
+    made.train(linear.training)
+    for name in ("recipe", "exact", "observer", "saves_input", "follows_autocast"):
+        setattr(made, name, getattr(linear, name))
+    made.full_name = linear.full_name
+    if linear.input_scale is not None:
+        made.set_input_scale(linear.input_scale)
+    if linear.bias is not None:
+        made.bias = _parameter(linear.bias, torch.cat([linear.bias.detach()[each] for each in rows]))
+    if linear.weight is not None:
+        values = linear.weight.detach()
+        made.weight = _parameter(linear.weight, torch.cat([values[each, columns] for each in rows]))
+    else:
+        operands = linear.source.held()  # type: ignore[union-attr]
+        made.load_quantized([_cut_codes(operands, each, columns) for each in rows])
+    return made
+
+
+def _parameter(like: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(values, requires_grad=like.requires_grad)
+
+
+def _cut_codes(operands: list[tuple[slice, QuantizedTensor]], rows: slice, columns: slice) -> QuantizedTensor:
+    """Rows and columns of a weight of which there are codes alone."""
+    begin, codes = next((r.start, q) for r, q in operands if r.start <= rows.start < r.stop)
+    rows = slice(rows.start - begin, rows.stop - begin)
+    scale = codes.scale
+    for dim, (size, each) in enumerate(zip(codes.scaling.block_size, (rows, columns), strict=True)):
+        if size != -1:
+            scale = scale.narrow(dim, each.start // size, -(-each.stop // size) - each.start // size)
+    qdata = codes.qdata.view(torch.uint8)[rows, columns].contiguous().view(codes.qdata.dtype)
+    return QuantizedTensor(qdata, scale.clone(), codes.scaling)
+
+
+def _keep_heads(attention: Attention, group: TensorGroup) -> None:
+    attention.num_heads //= group.size
+    attention.num_kv_heads = max(attention.num_kv_heads // group.size, 1)
+    for norm in (attention.q_norm, attention.k_norm):
+        if norm is not None:
+            norm.tensor_group = group

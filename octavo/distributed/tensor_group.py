@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from octavo.distributed.collectives import all_gather_into, reduce_scatter_into
+from octavo.distributed.one_shot import OneShot, one_shot_of
 from octavo.numerics.quantized import QuantizedTensor
 
 
@@ -67,6 +68,10 @@ class TensorGroup:
         """
         tokens, columns = piece.shape
         codes, scales = piece.qdata.view(torch.uint8), piece.scale.t()  # [T, n], [n / 128, T]
+        if (one_shot := self._one_shot(codes)) is not None:
+            made = one_shot.gather_codes(codes.contiguous(), scales.contiguous())
+            if made is not None:
+                return QuantizedTensor.trusted(made[0].view(piece.qdata.dtype), made[1].t(), piece.scaling)
         sent = torch.cat([codes.reshape(-1), scales.contiguous().view(torch.uint8).reshape(-1)])
         received = sent.new_empty(self.size, len(sent))
         all_gather_into(received.view(-1), sent, group=self.group)
@@ -93,7 +98,15 @@ class TensorGroup:
         dist.all_gather_object(found, value, group=self.group)
         return int(min(found))
 
+    def _one_shot(self, message: torch.Tensor) -> OneShot | None:
+        """For messages of one host's GPUs, whose sizes are the same on all ranks."""
+        return one_shot_of(self.group, message.device) if message.is_cuda and message.numel() else None
+
     def _gathered(self, piece: torch.Tensor) -> torch.Tensor:
+        if (one_shot := self._one_shot(piece)) is not None:
+            made = one_shot.gather_columns(piece.contiguous())
+            if made is not None:
+                return made
         received = piece.new_empty(self.size, *piece.shape)
         all_gather_into(received.view(-1), piece.contiguous().view(-1), group=self.group)
         return received.transpose(0, 1).reshape(piece.shape[0], -1)
@@ -144,6 +157,8 @@ class _Add(torch.autograd.Function):
 
 
 def _summed(part: torch.Tensor, tensor_group: TensorGroup) -> torch.Tensor:
+    if (one_shot := tensor_group._one_shot(part)) is not None and (total := one_shot.add(part)) is not None:
+        return total
     total = part.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=tensor_group.group)
     return total

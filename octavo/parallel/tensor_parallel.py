@@ -60,8 +60,8 @@ def parallelize(model: Decoder, mesh: "Mesh | TensorGroup", *, mode: TensorMode 
     Returns:
         What was cut. On one rank nothing is.
     Raises:
-        ConfigError: no Decoder; ranks whose parameters differ; it is cut or sharded already; an unknown mode; reduce for an exact model; scales of
-            the KV cache that depend on all heads.
+        ConfigError: no Decoder; ranks whose parameters differ; it is cut or sharded already; an unknown mode; reduce
+            for an exact model; scales of the KV cache that depend on all heads.
         ShapeError: the ranks divide neither heads nor KV heads, or a linear's sizes, or would cut FP8 blocks.
     """
     group = mesh if isinstance(mesh, TensorGroup) else mesh.tensor_group

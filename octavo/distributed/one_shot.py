@@ -1,0 +1,112 @@
+"""Small messages among the GPUs of one host, a kernel each (ops.one_shot): what decoding with several GPUs waits for.
+
+Larger ones, other hosts and gloo take the process group's collectives, with the same bits but for sums of more than
+two ranks, which a backend adds in an order of its own.
+"""
+
+import logging
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from octavo.distributed.symmetric import Shared, obstacle_to_sharing, share
+
+# Above it NCCL's bandwidth counts for more than the one kernel's latency.
+MAX_BYTES = 256 << 10
+
+logger = logging.getLogger(__name__)
+
+
+class OneShot:
+    """Staging memory, flags and counters of a rank; calls are made in the same order on all ranks, on one stream.
+
+    A rank that dies leaves the others waiting in a kernel until their processes are ended.
+
+    Args:
+        shared: buffers of num_bytes(ranks), zeros.
+    """
+
+    def __init__(self, shared: Shared) -> None:
+        from octavo.ops.one_shot import triton
+
+        self._kernels, self._shared = triton, shared  # which keeps the memory
+        self.rank, self.world = shared.rank, len(shared.buffers)
+        own = shared.buffers[shared.rank]
+        own.zero_()
+        staging = [buffer.data_ptr() for buffer in shared.buffers]
+        self._staging = torch.tensor(staging, dtype=torch.int64, device=own.device)
+        self._flags = self._staging + staging_bytes(self.world)
+        self._counters = torch.zeros(triton.MOST, dtype=torch.int32, device=own.device)
+        torch.cuda.synchronize(own.device)
+        shared.barrier()  # zeros everywhere before a rank sets a flag
+        torch.cuda.synchronize(own.device)
+
+    def gather_columns(self, piece: torch.Tensor) -> torch.Tensor | None:
+        """Every rank's columns [T, n] contiguous, by rank: [T, ranks * n]; None for what does not fit."""
+        if piece.nbytes > MAX_BYTES or piece.shape[1] * piece.itemsize % 4:
+            return None
+        out = piece.new_empty(piece.shape[0], self.world * piece.shape[1])
+        words, result = piece.view(torch.int32), out.view(torch.int32)
+        self._launch(words, result, None, None)
+        return out
+
+    def gather_codes(self, codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Columns of codes [T, n] uint8 and of scales, stored as [n / 128, T] fp32; None for what does not fit."""
+        if codes.nbytes > MAX_BYTES:
+            return None
+        out = codes.new_empty(codes.shape[0], self.world * codes.shape[1])
+        out_scales = scales.new_empty(self.world * scales.shape[0], scales.shape[1])
+        self._launch(
+            codes.view(torch.int32), out.view(torch.int32), scales.view(torch.int32), out_scales.view(torch.int32)
+        )
+        return out, out_scales
+
+    def add(self, part: torch.Tensor) -> torch.Tensor | None:
+        """The sum of all ranks' parts, in fp32 in the order of the ranks, in their dtype; None for what does not fit."""
+        if part.nbytes > MAX_BYTES or part.dtype not in (torch.bfloat16, torch.float32):
+            return None
+        part = part.contiguous()
+        out = torch.empty_like(part)
+        arguments = out, part, self._staging, self._flags, self._counters, self.rank, part.numel()
+        self._kernels.launch(self._kernels.add_parts, part.numel(), self.world, part, *arguments)
+        return out
+
+    def _launch(
+        self, x: torch.Tensor, out: torch.Tensor, rest: torch.Tensor | None, out_rest: torch.Tensor | None
+    ) -> None:
+        num_rest = 0 if rest is None else rest.numel()
+        sizes = self.rank, x.numel(), x.shape[1], num_rest
+        arguments = out, out_rest, x, rest, self._staging, self._flags, self._counters, *sizes
+        self._kernels.launch(self._kernels.gather_columns, x.numel() + num_rest, self.world, x, *arguments)
+
+
+def staging_bytes(world: int) -> int:
+    """Of the regions of two turns."""
+    from octavo.ops.one_shot.triton import MOST, REGION
+
+    return 2 * world * MOST * REGION * 4
+
+
+def num_bytes(world: int) -> int:
+    """Of a rank's buffer: staging and flags."""
+    from octavo.ops.one_shot.triton import MOST
+
+    return staging_bytes(world) + world * MOST * 4
+
+
+_kept: weakref.WeakKeyDictionary[Any, OneShot | str] = weakref.WeakKeyDictionary()
+
+
+def one_shot_of(group: Any, device: torch.device) -> OneShot | None:
+    """What the ranks of a group share, made at the first call, which all of them make; None where they cannot."""
+    group = dist.group.WORLD if group is None else group
+    kept = _kept.get(group)
+    if kept is None:
+        obstacle = obstacle_to_sharing(group, device)
+        shared = obstacle if obstacle is not None else share(group, device, num_bytes(dist.get_world_size(group)))
+        kept = _kept[group] = shared if isinstance(shared, str) else OneShot(shared)
+        if isinstance(kept, str):
+            logger.info("small messages go by the process group's collectives: %s", kept)
+    return None if isinstance(kept, str) else kept

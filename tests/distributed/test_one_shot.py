@@ -1,0 +1,99 @@
+"""One-shot exchanges between two GPUs: the reference's bits, whatever comes late, in CUDA graphs too."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from octavo.distributed.one_shot import MAX_BYTES, OneShot, one_shot_of
+from octavo.distributed.tensor_group import TensorGroup
+from octavo.numerics.scaling import Scaling
+from octavo.ops.one_shot import reference
+from octavo.ops.quantize import quantize
+from octavo.testing.assertions import assert_bitwise
+from tests.ranks import run_group
+
+SHAPES = [(1, 128), (1, 2048), (3, 256), (64, 512), (256, 256), (7, 14336 // 2)]
+TURNS = 300
+
+
+def draw(seed: int, rank: int, shape: tuple[int, int]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    return torch.randn(*shape, generator=generator).cuda().bfloat16()
+
+
+def delay(seed: int, rank: int) -> None:
+    """Now one rank is late, now the other."""
+    if seed % 3 == rank:
+        torch.cuda._sleep(200_000)
+
+
+def exchanged(rank: int, world: int) -> int:
+    group, num_checked = TensorGroup.of(), 0
+    one_shot = one_shot_of(None, torch.device("cuda", rank))
+    assert isinstance(one_shot, OneShot)
+    for seed in range(TURNS):
+        shape = SHAPES[seed % len(SHAPES)]
+        pieces = [draw(seed, each, shape) for each in range(world)]
+        delay(seed, rank)
+        kind = seed // len(SHAPES) % 3
+        if kind == 0:
+            assert_bitwise(group.gather_columns(pieces[rank]), reference.gather(pieces))
+        elif kind == 1:
+            assert_bitwise(group.sum(pieces[rank]), reference.add(pieces))
+        else:
+            scaling = Scaling.of_kind("block_1x128")
+            made, want = (
+                group.gather_codes(quantize(pieces[rank], scaling)),
+                quantize(reference.gather(pieces), scaling),
+            )
+            assert_bitwise(made.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
+            assert_bitwise(made.scale, want.scale)
+        num_checked += 1
+    assert one_shot.gather_columns(torch.zeros(2, MAX_BYTES, device="cuda")) is None
+    large = [draw(1, each, (4096, 512)) for each in range(world)]  # by NCCL
+    assert_bitwise(group.gather_columns(large[rank]), reference.gather(large))
+    return num_checked
+
+
+def replayed(rank: int, world: int) -> int:
+    """A graph of three exchanges, replayed with new values, and other exchanges between the replays."""
+    group, x = TensorGroup.of(), torch.zeros(4, 512, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        group.gather_columns(x)
+
+        def run() -> torch.Tensor:
+            return group.sum(group.gather_columns(x)[:, :512] + group.gather_columns(x)[:, -512:])
+
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run()
+        for seed in range(50):
+            pieces = [draw(seed, each, (4, 512)) for each in range(world)]
+            x.copy_(pieces[rank])
+            delay(seed, rank)
+            graph.replay()
+            half = (pieces[0] + pieces[-1]).float() * world
+            assert_bitwise(out, half.bfloat16())
+            assert_bitwise(group.sum(pieces[rank]), reference.add(pieces))
+    dist.barrier()
+    return 50
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_exchanges_have_the_references_bits() -> None:
+    assert run_group(exchanged, 2, "nccl") == [TURNS, TURNS]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_graphs_of_exchanges_replay() -> None:
+    assert run_group(replayed, 2, "nccl") == [50, 50]
+
+
+def test_the_reference() -> None:
+    parts = [torch.tensor([[1.0, 256.0]]).bfloat16(), torch.tensor([[2.0, 1.0]]).bfloat16()]
+    assert_bitwise(reference.gather(parts), torch.tensor([[1.0, 256.0, 2.0, 1.0]]).bfloat16())
+    assert_bitwise(reference.add(parts), torch.tensor([[3.0, 256.0]]).bfloat16())  # rounded once, to even

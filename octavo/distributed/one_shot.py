@@ -64,7 +64,7 @@ class OneShot:
         return out, out_scales
 
     def add(self, part: torch.Tensor) -> torch.Tensor | None:
-        """The sum of all ranks' parts, in fp32 in the order of the ranks, in their dtype; None for what does not fit."""
+        """The sum of all ranks' parts, in fp32 in the order of the ranks, in their dtype; None if it does not fit."""
         if part.nbytes > MAX_BYTES or part.dtype not in (torch.bfloat16, torch.float32):
             return None
         part = part.contiguous()

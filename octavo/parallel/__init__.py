@@ -4,11 +4,11 @@ from octavo.parallel.fsdp import ShardReport, shard
 from octavo.parallel.gather import gathered, is_sharded, kept, set_last_backward
 from octavo.parallel.lend import copy_weights, give_memory, lent, make_shell
 from octavo.parallel.load import load_sharded, load_weights
-from octavo.parallel.tensor_parallel import TensorReport, parallelize
+from octavo.parallel.tensor_parallel import CutReport, parallelize
 
 __all__ = [
+    "CutReport",
     "ShardReport",
-    "TensorReport",
     "copy_weights",
     "gathered",
     "give_memory",

@@ -22,7 +22,7 @@ Ranges = tuple[slice, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorReport:
+class CutReport:
     """What parallelize did.
 
     Attributes:
@@ -43,7 +43,7 @@ class TensorReport:
         return f"{self.num_cut} linears cut, {share:.0%} of the parameters here; {self.mode}: {promise}"
 
 
-def parallelize(model: Decoder, mesh: "Mesh | TensorGroup", *, mode: TensorMode | None = None) -> TensorReport:
+def parallelize(model: Decoder, mesh: "Mesh | TensorGroup", *, mode: TensorMode | None = None) -> CutReport:
     """Keep this rank's slices of a Decoder's linears and let it compute with the other ranks of its group.
 
     Attention is cut by KV head (KV heads that are fewer than ranks are repeated), gate and up by column, o_proj and
@@ -82,7 +82,7 @@ def parallelize(model: Decoder, mesh: "Mesh | TensorGroup", *, mode: TensorMode 
         )
     num_params = sum(p.numel() for p in model.parameters())
     if group is None or group.size == 1:
-        return TensorReport(mode, 0, num_params, num_params)
+        return CutReport(mode, 0, num_params, num_params)
     check_equal(dict(model.named_parameters()), group.group, model.device)
     blocks = [block for block in model.modules() if isinstance(block, Attention | MLP | GeluMLP)]
     plans = [plan for block in blocks for plan in _plans(block, group, mode)]  # all is checked before anything changes
@@ -94,7 +94,7 @@ def parallelize(model: Decoder, mesh: "Mesh | TensorGroup", *, mode: TensorMode 
             _keep_heads(block, group)
     model.tensor_group = group
     plan_fusion(model)
-    return TensorReport(mode, len(made), sum(p.numel() for p in model.parameters()), num_params)
+    return CutReport(mode, len(made), sum(p.numel() for p in model.parameters()), num_params)
 
 
 def _plans(

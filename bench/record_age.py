@@ -24,11 +24,19 @@ _ENGINE = (
 )
 _TRAINER = (*_LINEAR, "octavo/models", "octavo/run", "octavo/train")
 _LOOP = (*_ENGINE, "octavo/run", "octavo/train", "octavo/rl")
+_WIRE = (
+    *(f"octavo/distributed/{name}.py" for name in ("packed", "symmetric", "transport", "two_shot")),
+    "octavo/ops/packed",
+)
+_SHARDED = (
+    *(f"octavo/parallel/{name}.py" for name in ("copy_engine_gather", "fp8_all_gather", "fsdp", "sharded_weight")),
+    "octavo/distributed/symmetric.py",
+)
 # record -> what a change of would make it older
 CODE: dict[str, tuple[str, ...]] = {
     "capacity": _TRAINER,
     "convergence": _TRAINER,
-    "comm": ("octavo/distributed", "octavo/ops/packed"),
+    "comm": _WIRE,
     "corpus": ("bench/training/corpus.py",),
     "gemm": ("octavo/ops/gemm/scaled_mm", "octavo/ops/gemm/skinny_mm"),
     "host_time": _LINEAR,
@@ -38,11 +46,10 @@ CODE: dict[str, tuple[str, ...]] = {
     "linear": _LINEAR,
     "fingerprints_cpu": _LOOP,
     "fingerprints_cuda": _LOOP,
-    "fsdp": (*_LINEAR, "octavo/parallel"),
-    "fsdp_2048_tokens": (*_LINEAR, "octavo/parallel"),
-    "fsdp_h100": (*_LINEAR, "octavo/parallel"),
+    "fsdp": (*_LINEAR, *_SHARDED),
+    "fsdp_2048_tokens": (*_LINEAR, *_SHARDED),
     "fsdp_budget": _LINEAR,
-    "fsdp_trace": (*_LINEAR, "octavo/parallel"),
+    "fsdp_trace": (*_LINEAR, *_SHARDED),
     "fsdp_simulated": _LINEAR,
     "fsdp_simulated_b86c91b": _LINEAR,
     "peers": _ENGINE,  # octavo's figures in it are of its commit, those of others of none of ours
@@ -55,9 +62,8 @@ CODE: dict[str, tuple[str, ...]] = {
     "rl_corrections_cpu": _LOOP,
     "rl_learning": _LOOP,
     "rl_matrix": _LOOP,
-    "reduction_gap": ("octavo/distributed", "octavo/ops/packed"),
-    "scale": (*_LOOP, "octavo/distributed", "octavo/parallel"),
-    "scale_h100": ("octavo/distributed", "octavo/ops/packed"),
+    "reduction_gap": ("octavo/distributed/fp8_hook.py", *_WIRE),
+    "scale": (*_LOOP, *_SHARDED, *_WIRE, "octavo/distributed/fp8_hook.py", "octavo/parallel/gather.py"),
     "serve": _ENGINE,
     "serve_2d966c2": _ENGINE,
     "sizes": _LINEAR,
@@ -71,9 +77,9 @@ CODE: dict[str, tuple[str, ...]] = {
 }
 # as CODE, of records that are still to be taken; with the record its row moves up
 AWAITED: dict[str, tuple[str, ...]] = {
-    "fsdp_1024_tokens": (*_LINEAR, "octavo/parallel"),
-    "fsdp_4096_tokens": (*_LINEAR, "octavo/parallel"),
-    "fsdp_trace_2048_tokens": (*_LINEAR, "octavo/parallel"),
+    "fsdp_1024_tokens": (*_LINEAR, *_SHARDED),
+    "fsdp_4096_tokens": (*_LINEAR, *_SHARDED),
+    "fsdp_trace_2048_tokens": (*_LINEAR, *_SHARDED),
 }
 _NO_CODE = ":!octavo/nn/speed_table.json"  # which a benchmark writes
 

@@ -98,9 +98,10 @@ def _run(
     for caution in cautions(config) if mesh.is_first else ():
         logger.warning(caution)
     task = task or config.task.build()
-    said = drop_long_prompts(task, lambda: tokenizer or build_tokenizer(config, task))
+    ranks = everyone()  # what is the user's may fail on one of them
+    said = all_do(ranks, lambda: drop_long_prompts(task, lambda: tokenizer or build_tokenizer(config, task)))
     limits, config = step_limits(config, task), with_steps(config, task)
-    heldout = draw_heldout(config.eval, task)
+    heldout = all_do(ranks, lambda: draw_heldout(config.eval, task))
     check_ranks(config, mesh, heldout)
     found = checkpoint.open_store(config, mesh).find_latest() if resume else None
     if found is not None:
@@ -119,8 +120,9 @@ def _run(
                 view.say(f"note: {said}")
             context = model.config.max_position_embeddings
             known = (task, heldout, tokenizer, config.rollout.max_tokens, context)
-            all_do(everyone(), lambda: check_known_prompts(*known))
-            warmup = warm_policy(config, model, tokenizer, task, view) if is_cold else []
+            all_do(ranks, lambda: check_known_prompts(*known))
+            policy = (model, tokenizer)
+            warmup = all_do(ranks, lambda: warm_policy(config, *policy, task, view)) if is_cold else []
             trainer = Trainer(config, model, tokenizer, task, heldout, view, mesh)
         with contextlib.closing(trainer):
             return trainer.run(on_step, warmup, found)

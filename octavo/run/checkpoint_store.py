@@ -120,7 +120,7 @@ class CheckpointStore:
     ) -> None:
         self.root = root
         self.keep = keep
-        self._group = None if mesh is None else mesh.host_group
+        self._group = self._readers = None if mesh is None else mesh.host_group
         if is_async and mesh is not None:
             self._group = mesh.new_host_group()  # a thread's collectives must not meet those of training
         self._copies = HostCopies()
@@ -251,7 +251,7 @@ class CheckpointStore:
         """
         self.wait()  # what is under way looks like a leftover
         found = together(self._group, lambda: self._find_latest() if is_first(self._group) else None)[0]
-        return None if found is None else dataclasses.replace(found, group=self._group)
+        return None if found is None else dataclasses.replace(found, group=self._readers)
 
     def _find_latest(self) -> Checkpoint | None:
         remove_leftovers(self.root)

@@ -15,7 +15,8 @@ def encode_prompts(task: object, prompts: Sequence[str], tokenizer: Tokenizer | 
     Args:
         tokenizer: the model's.
     Raises:
-        DataError: a prompt of more than max_prompt_tokens, no tokenizer, or a template that refuses the messages.
+        DataError: a prompt of more than max_prompt_tokens, no tokenizer, a template that refuses the messages, or a
+            task that raises instead of giving them.
     """
     if tokenizer is None:
         raise DataError("the task's prompts are text, which an engine without a tokenizer cannot read; give it one")
@@ -23,9 +24,19 @@ def encode_prompts(task: object, prompts: Sequence[str], tokenizer: Tokenizer | 
         # with the start token that a checkpoint's tokenizer may put before a prompt
         return tokenizer.encode_batch(prompts, add_special_tokens=True)
     return [
-        encode_messages(task.messages(prompt), tokenizer, task.max_prompt_tokens, f"prompt {prompt[:80]!r}")
+        encode_messages(_messages(task, prompt), tokenizer, task.max_prompt_tokens, f"prompt {prompt[:80]!r}")
         for prompt in prompts
     ]
+
+
+def _messages(task: ChatTask, prompt: str) -> Sequence[Message]:
+    try:
+        return task.messages(prompt)
+    except Exception as error:
+        raise DataError(
+            f"the messages of prompt {prompt[:80]!r}: {type(task).__name__}.messages raised {type(error).__name__}: "
+            f"{error}; fix the task"
+        ) from error
 
 
 def encode_messages(messages: Sequence[Message], tokenizer: Tokenizer, limit: int, what: str) -> list[int]:

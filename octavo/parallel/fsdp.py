@@ -16,6 +16,7 @@ from octavo.parallel.copy_engine_gather import gather_by_copy_engines
 from octavo.parallel.equal import check_equal
 from octavo.parallel.fp8_all_gather import GatheredBytes, gather_codes
 from octavo.parallel.gather import is_sharded
+from octavo.parallel.replaced import note_replaced
 
 if TYPE_CHECKING:
     from octavo.distributed.mesh import Mesh  # a config section, whose library takes a while to import
@@ -127,6 +128,7 @@ def shard(
     if mesh.device_mesh is not None:
         check_equal(params, mesh.data_host_group, mesh.device)
         _wrap(model, units, mesh, reduction, (param_dtype, reduce_dtype), reshard_after_forward)
+        note_replaced(params.values(), model.parameters())
         plan_fusion(model)
     is_coded = all_gather_dtype is not None and mesh.device_mesh is not None
     gathers = gather_codes(model, list(units.values()), param_dtype) if is_coded else []

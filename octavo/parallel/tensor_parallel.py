@@ -14,6 +14,7 @@ from octavo.nn.cut_linear import ColumnLinear, CutLinear, RowLinear, TensorMode,
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.parallel.equal import check_equal
 from octavo.parallel.gather import is_sharded
+from octavo.parallel.replaced import note_replaced
 
 if TYPE_CHECKING:
     from octavo.distributed.mesh import Mesh
@@ -83,7 +84,8 @@ def parallelize(model: Decoder, mesh: "Mesh | TensorGroup", *, mode: TensorMode 
     num_params = sum(p.numel() for p in model.parameters())
     if group is None or group.size == 1:
         return CutReport(mode, 0, num_params, num_params)
-    check_equal(dict(model.named_parameters()), group.group, model.device)
+    whole = dict(model.named_parameters())
+    check_equal(whole, group.group, model.device)
     blocks = [block for block in model.modules() if isinstance(block, Attention | MLP | GeluMLP)]
     plans = [plan for block in blocks for plan in _plans(block, group, mode)]  # all is checked before anything changes
     made = [(*plan[:2], _cut(*plan[2:], group, mode)) for plan in plans]
@@ -93,6 +95,7 @@ def parallelize(model: Decoder, mesh: "Mesh | TensorGroup", *, mode: TensorMode 
         if isinstance(block, Attention):
             _keep_heads(block, group)
     model.tensor_group = group
+    note_replaced(whole.values(), model.parameters())
     plan_fusion(model)
     return CutReport(mode, len(made), sum(p.numel() for p in model.parameters()), num_params)
 

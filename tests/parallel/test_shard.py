@@ -83,7 +83,12 @@ def job(rank: int, file: Path) -> dict[str, Any]:
     found["sum"] = differences("blockwise", mesh, "sum", of_one)
     found["mean"] = mean_of_plain(mesh)
     model = make("bf16", torch.float32)
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
     shard(model, mesh, reduction="ordered")
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(ConfigError, match="this SGD was made before the model was sharded"):
+        early.step()
+    del early
     with pytest.raises(ConfigError, match="was sharded with reduction='ordered'"):
         use_fp8_reduce_scatter(model)
     found["unused"] = refusal_of_unused(mesh)

@@ -149,7 +149,16 @@ def _blocks(group: TensorGroup) -> None:
     parallelize(model, group)
 
 
+def _optimizer_before(group: TensorGroup) -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parallelize(model, group)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    optimizer.step()
+
+
 REFUSED = (
+    _optimizer_before,
     _twice,
     _other_weights,
     _heads,
@@ -159,6 +168,7 @@ REFUSED = (
     lambda group: parallelize(make(), group, mode="sum"),  # type: ignore[arg-type]
 )
 REFUSALS = (
+    "ConfigError: this SGD was made before the model was sharded or cut",
     "ConfigError: the model is cut or sharded already",
     "ConfigError: all ranks must run the same; the sum of the bits of norm.weight",
     "ShapeError: tensor-parallel ranks must divide the heads",

@@ -12,6 +12,7 @@ import torch
 from octavo import load_model
 from octavo.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from octavo.models import load_tokenizer
+from octavo.parallel.staging import HostCopies
 from octavo.run.metrics import Row, read_metrics
 from octavo.train import TrainResult, train
 from octavo.train.step import train_step
@@ -294,3 +295,18 @@ def test_moved_run_directory_resumes(make_config: MakeConfig, tmp_path: Path) ->
     (tmp_path / "here").rename(tmp_path / "there")
     moved = quiet(make_config("there", schedule={"kind": "constant"}))
     assert [row.step for row in moved.rows] == list(range(1, 7))
+
+
+def test_the_memory_of_saves_in_the_background_is_taken_once(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Moments of AdamW are counted before the first step has made them."""
+    places, reserve = [], HostCopies.reserve
+
+    def noted(copies: HostCopies, *mappings: dict[str, torch.Tensor]) -> None:
+        reserve(copies, *mappings)
+        places.append((copies._memory.data_ptr(), copies._memory.numel()))
+
+    monkeypatch.setattr(HostCopies, "reserve", noted)
+    quiet(build_config(corpus, tmp_path, checkpoint={"async_mode": "async", "every": 2}))
+    assert len(places) > 2 and len(set(places)) == 1

@@ -16,9 +16,11 @@ from octavo.errors import BackendError, ConfigError, install_extra
 from octavo.models import ModelConfig
 from octavo.models.chat import describe_template
 from octavo.models.checkpoint.dialects import read_config
+from octavo.nn.cut_linear import check_mode
 from octavo.serve import LLM
 from octavo.serve.engine import Engine, EngineConfig, served_batched_tokens
 from octavo.serve.model_choice import as_dtype, check_checkpoint, eos_ids_of_generation
+from octavo.serve.tensor_workers import TensorParallel, chosen_device
 
 _OF_A_RUN = re.compile(r"([^/]+)/checkpoints/step-0*(\d+)/model")  # a checkpoint of octavo train or octavo rl
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -43,6 +45,8 @@ def command(
     kv_scale_margin: options.KVScaleMargin = 1.05,
     exact: options.Exact = False,
     device: options.Device = None,
+    tensor_parallel_size: options.TensorParallelSize = 1,
+    tensor_parallel_mode: options.TensorParallelMode = None,
     max_num_seqs: options.MaxNumSeqs = 256,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
     max_model_len: options.MaxModelLen = None,
@@ -97,6 +101,7 @@ def command(
     numerics = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype, "attention_dtype": attention_dtype}
     how = numerics | {"exact": exact, "device": device, "kv_scales": kv_scales}
     asked = Asked(model, tokenizer, how, limits, warm_up, kv_scale_margin, chat_template, dtype)
+    asked = dataclasses.replace(asked, tensor_parallel=(tensor_parallel_size, tensor_parallel_mode))
     asked.check()  # before anybody is told that something listens, and before minutes of loading
     raise typer.Exit(run_server(asked.build, config, host, port))
 
@@ -118,6 +123,7 @@ class Asked:
         kv_scale_margin: of the server's own scales, see KVScaleTable.
         chat_template: a file; None for the checkpoint's own template.
         dtype: LLM's.
+        tensor_parallel: size and mode, LLM's.
     """
 
     model: Path
@@ -128,6 +134,7 @@ class Asked:
     kv_scale_margin: float = 1.0
     chat_template: Path | None = None
     dtype: str = "auto"
+    tensor_parallel: tuple[int, Any] = (1, None)
 
     def check(self) -> None:
         """Refuse by config.json alone what would else be refused once the weights are read.
@@ -140,6 +147,8 @@ class Asked:
             BackendError: see check_checkpoint.
         """
         as_dtype(self.dtype)
+        size, mode = self.tensor_parallel
+        TensorParallel(size, mode and check_mode(mode)).check(chosen_device(self.how["device"]))
         check_checkpoint(self.model, limits=self.limits, **self.how)
         eos_ids_of_generation(self.model)
         if self.limits.enable_return_routed_experts and not ModelConfig.from_hf(read_config(self.model)).num_experts:
@@ -158,7 +167,9 @@ class Asked:
     def build(self) -> Engine:
         """Load the checkpoint."""
         limits = dataclasses.asdict(self.limits)
-        engine = LLM(self.model, self.tokenizer, **self.how, **limits, dtype=self.dtype).engine
+        size, mode = self.tensor_parallel
+        of_ranks = {"tensor_parallel_size": size, "tensor_parallel_mode": mode}
+        engine = LLM(self.model, self.tokenizer, **self.how, **limits, **of_ranks, dtype=self.dtype).engine
         if engine.model.kv_table is not None:
             engine.model.kv_table.margin = self.kv_scale_margin
         if engine.tokenizer is not None:

@@ -45,6 +45,13 @@ KVScaleMargin = Annotated[float, typer.Option(min=1.0, help="Factor by which --k
 Exact = Annotated[bool, typer.Option("--exact", help="Bits that depend on neither batch nor chunking.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one by default.")]
 
+TensorParallelSize = Annotated[
+    int, typer.Option(min=1, help="GPUs among which each linear is cut; their processes are started here.")
+]
+TensorParallelMode = Annotated[
+    str | None, typer.Option(help="gather (one GPU's bits) or reduce; gather by default with --exact.")
+]
+
 # The engine
 
 MaxNumSeqs = Annotated[int, typer.Option(help="Sequences that run at a time.")]

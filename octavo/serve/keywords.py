@@ -137,7 +137,7 @@ def _note(call: str, name: str, value: Any) -> None:
         logger.info("%s: %s=%.80r is taken and changes nothing here", call, name, value)
 
 
-_ONE_GPU = "an LLM runs on one GPU; make one LLM, or start one octavo serve, a GPU"
+_ONE_GPU = "give tensor_parallel_size, or make one LLM, or start one octavo serve, a GPU"
 _LOCAL = "octavo reads local folders and downloads nothing: download the checkpoint first and give its path"
 _NO_LORA = "octavo runs no LoRA adapters: merge them into the weights first"
 _NO_BEAMS = "octavo has no beam search: sample n answers with logprobs=0 and keep the best cumulative_logprob"
@@ -153,7 +153,7 @@ ENGINE_NAMES: dict[str, Foreign] = {
     **dict.fromkeys(("max_seq_len", "max_seq_length", "max_context_len", "context_length"), same("max_model_len")),
     **dict.fromkeys(("max_batch_size", "max_num_sequences"), same("max_num_seqs")),
     **dict.fromkeys(
-        ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"),
+        ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"),
         only(1, advice=_ONE_GPU),
     ),
     "enable_expert_parallel": only(False, advice=_ONE_GPU),

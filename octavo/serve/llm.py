@@ -14,6 +14,7 @@ from octavo.models import Decoder
 from octavo.models.chat import describe_template, render
 from octavo.models.checkpoint.dialects import newest_model
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
+from octavo.nn.cut_linear import TensorMode
 from octavo.nn.finite_weights import check_finite_weights
 from octavo.parallel.gather import gathered, is_sharded
 from octavo.serve.engine import Engine, EngineConfig, EngineStats
@@ -30,6 +31,7 @@ from octavo.serve.model_choice import (
 from octavo.serve.outputs import RequestOutput
 from octavo.serve.prompts import Conversation, Prompt, encode_prompt, params_of, plain_message, plain_prompt
 from octavo.serve.sampling_params import SamplingParams
+from octavo.serve.tensor_workers import EngineOrder, LeadingEngine, TensorParallel, chosen_device, rank_device
 from octavo.weights.disk import stage_checkpoint
 from octavo.weights.manifest import manifest_of
 from octavo.weights.update import RunningPolicy, WeightUpdate
@@ -70,9 +72,12 @@ class LLM:
             lose their pages later. It changes no token.
         dtype: of activations and of weights in high precision: "bfloat16", "float32", the torch dtype, or "auto" (the
             model's or checkpoint's own, in which fp16 is bf16).
+        tensor_parallel_size: GPUs (on a CPU: processes) among which each linear of a checkpoint is cut; the others are
+            started here and end with this LLM. Weight updates are refused then. See docs/distributed.md.
+        tensor_parallel_mode: "gather" or "reduce", as octavo.parallel.parallelize has it; None for gather where exact.
         kv_scales: of an FP8 cache, as octavo.Numerics has it, or "auto" (the model's; per_token_head for a checkpoint).
 
-    vLLM's other keywords are taken where they ask for what is so anyway (tensor_parallel_size=1); `recipe`, as
+    vLLM's other keywords are taken where they ask for what is so anyway (data_parallel_size=1); `recipe`, as
     load_model has it, is another name of quantization.
 
     Raises:
@@ -107,7 +112,11 @@ class LLM:
         plan_known_lengths: bool = True,
         dtype: str | torch.dtype | None = "auto",
         kv_scales: str = "auto",
+        tensor_parallel_size: int = 1,
+        tensor_parallel_mode: TensorMode | None = None,
     ) -> None:
+        parallel = TensorParallel(tensor_parallel_size, tensor_parallel_mode)
+        parallel.check(model.device if isinstance(model, Decoder) else chosen_device(device))
         config = EngineConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -125,6 +134,12 @@ class LLM:
         kv_cache_dtype = named_kv_cache_dtype(kv_cache_dtype)
         asked = quantization, kv_cache_dtype, exact, device, attention_dtype, as_dtype(dtype), kv_scales
         if isinstance(model, Decoder):
+            if parallel.size > 1:
+                raise ConfigError(
+                    f"tensor_parallel_size={parallel.size} goes with a checkpoint's path, and this is a Decoder in one "
+                    "process; save it, or start ranks by torchrun, call octavo.parallel.parallelize and make an LLM of "
+                    "the model on each"
+                )
             check_numerics(model, *asked)
             if is_sharded(model):  # gathered again for each call, so at other addresses
                 config = dataclasses.replace(config, enforce_eager=True)
@@ -134,12 +149,20 @@ class LLM:
         else:
             path = newest_model(Path(model))
             eos_ids = eos_ids_of_generation(path)  # refused before the weights are read
-            decoder = load_for_inference(path, *asked)
             if tokenizer is None and (path / "tokenizer.json").is_file():
                 tokenizer = path
+            if parallel.size > 1:
+                self.engine: Engine = _start_ranks(EngineOrder(path, tokenizer, asked, config, eos_ids, parallel))
+                self.tokenizer = self.engine.tokenizer
+                self._set_up()
+                return
+            decoder = load_for_inference(path, *asked)
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
         with gathered(decoder):
             self.engine = Engine(decoder, self.tokenizer, config, eos_ids)
+        self._set_up()
+
+    def _set_up(self) -> None:
         self._driver = EngineDriver(self.engine)
         self._has_named_template = False
 
@@ -305,6 +328,8 @@ class LLM:
             CheckpointError: what was given does not fit the model, or is damaged.
             BackendError: the writing failed.
         """
+        if isinstance(self.engine, LeadingEngine):
+            raise ConfigError("a weight update is not supported yet where tensor_parallel_size > 1; make a new LLM")
         if is_sharded(self.model):
             raise ConfigError(
                 "update_weights writes whole weights into the model's own storages, and fully_shard has cut those; "
@@ -337,6 +362,19 @@ class LLM:
                 raise RequestError(f"update_weights takes names with torch tensors, or such pairs, got {pair!r:.80}")
             update.stage(*pair)
         return update
+
+
+def _start_ranks(order: EngineOrder) -> LeadingEngine:
+    if order.tokenizer is not None and not isinstance(order.tokenizer, str | Path):
+        raise ConfigError("with tensor_parallel_size > 1 the tokenizer must be a path, which every rank reads")
+    quantization, kv_cache_dtype, exact, device, *rest = order.asked
+    own = rank_device(chosen_device(device), 0)
+
+    def load() -> tuple[Decoder, Tokenizer | None]:
+        model = load_for_inference(order.path, quantization, kv_cache_dtype, exact, own, *rest)
+        return model, None if order.tokenizer is None else load_tokenizer(order.tokenizer)
+
+    return LeadingEngine.start(order, own, load)
 
 
 @contextlib.contextmanager

@@ -211,7 +211,7 @@ def test_keywords_of_other_libraries_that_mean_what_is_so(model: Decoder) -> Non
         (lambda m: LLM(m, max_new_tokens=5), r"not take max_new_tokens=5; .*SamplingParams\(max_tokens=...\)"),
         (lambda m: LLM(m, temperature=0), r"SamplingParams\(temperature=...\)"),
         (lambda m: LLM(m, best_of=2), "SamplingParams"),
-        (lambda m: LLM(m, tensor_parallel_size=2), "does not take tensor_parallel_size=2; an LLM runs on one GPU"),
+        (lambda m: LLM(m, data_parallel_size=2), "does not take data_parallel_size=2; give tensor_parallel_size"),
         (lambda m: LLM(m, recipe="rowwise", quantization="fp8"), "recipe is another name of quantization"),
         (lambda m: LLM(m, kv_cache_memory_bytes=9), "give num_kv_pages"),
         (lambda m: LLM(m, enable_prefix_cashing=True), "did you mean 'enable_prefix_caching'"),

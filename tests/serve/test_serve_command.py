@@ -51,8 +51,9 @@ def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_
         (["--dtype", "half"], "dtype must be 'auto', 'bfloat16' or 'float32', got 'half'"),
         (["--quantization", "awq"], "leave it out: a checkpoint's own format is read from its config.json"),
         (["--num-kv-pages", "1000000000"], "num_kv_pages=1000000000 takes"),
-        (["--tensor-parallel-size", "2"], "does not take --tensor-parallel-size 2; an LLM runs on one GPU"),
-        (["-tp=2"], "octavo serve does not take --tensor-parallel-size 2"),
+        (["--data-parallel-size", "2"], "does not take --data-parallel-size 2; give tensor_parallel_size, or make one"),
+        (["-dp=2"], "octavo serve does not take --data-parallel-size 2"),
+        (["--tensor-parallel-size", "2", "--tensor-parallel-mode", "sum"], "mode must be one of ('gather', 'reduce')"),
         (["--swap-space"], "octavo serve: --swap-space needs a value"),
         (["--enable-auto-tool-choice"], "does not take --enable-auto-tool-choice; octavo renders no tools"),
         (["--tool_call_parser", "hermes"], "octavo serve does not take --tool-call-parser hermes"),
@@ -131,12 +132,12 @@ def test_options_of_vllm_that_ask_for_what_is_so_anyway_are_taken(
         raise BackendError("far enough")
 
     monkeypatch.setattr(Asked, "check", check)
-    harmless = ("--trust-remote-code", "--tensor-parallel-size=1", "--swap-space", "4", "--disable-log-requests")
+    harmless = ("--trust-remote-code", "--data-parallel-size=1", "--swap-space", "4", "--disable-log-requests")
     ours = ("--kv_cache_dtype=fp8", "--max_model_len", "64", "-q", "fp8", "--torch-dtype", "float32", "--enforce-eager")
     ours += ("--max-seq-len=64",)  # by two names, with one value
     *notes, error = run_octavo("serve", *harmless, "--model", tmp_path, *ours).err.splitlines()
     assert found == [tmp_path, "fp8", "fp8", "float32", 64, True]
-    names = ("--trust-remote-code", "--tensor-parallel-size", "--swap-space", "--disable-log-requests")
+    names = ("--trust-remote-code", "--data-parallel-size", "--swap-space", "--disable-log-requests")
     assert notes == [f"{name} is taken and changes nothing here" for name in names]
     assert error == "error: far enough"
 

@@ -18,6 +18,7 @@ from octavo.serve.engine.engine import Engine
 from octavo.serve.engine.request import (
     BusyError,
     Delta,
+    LostRankError,
     Phase,
     RequestInput,
     RequestState,
@@ -265,7 +266,7 @@ class EngineLoop:
             advanced = driver.step()
         except Exception as error:
             self._num_failures += 1
-            if self._num_failures >= MAX_FAILURES:
+            if self._num_failures >= MAX_FAILURES or isinstance(error, LostRankError):
                 raise
             logger.exception("a step failed; its requests are given up")
             self._end_all([*self._requests.values()], "error", f"the engine failed at a step: {error}")
@@ -329,6 +330,7 @@ class EngineLoop:
         if self._waiting_update is not None and self.phase is not Phase.FAILED:
             self._held += requests
             return
+        lost: LostRankError | None = None
         for request in requests:
             try:
                 if self._driver is None or self.phase is Phase.FAILED:
@@ -336,9 +338,12 @@ class EngineLoop:
                 self._driver.engine.admit(request, keep_text=True)
             except Exception as error:
                 self._end_all([request], "error", str(error))
+                lost = error if isinstance(error, LostRankError) else lost
             else:
                 self._requests |= dict.fromkeys(request.sequences, request)
                 self._not_started.append(request)
+        if lost is not None:
+            raise lost
 
     def _end_all(self, requests: Sequence[RequestState], reason: str, message: str | None) -> None:
         """End what is unfinished of these requests without another token."""

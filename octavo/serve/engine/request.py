@@ -14,6 +14,10 @@ class BusyError(BackendError):
     """There is no room for more requests now; later there may be."""
 
 
+class LostRankError(BackendError):
+    """A rank that computes with this process has ended or hangs: no later step can succeed."""
+
+
 class UnavailableError(BackendError):
     """The engine takes no requests: it starts, sleeps, drains, or has failed."""
 

@@ -1,0 +1,46 @@
+"""A job of one host's processes that find each other on loopback, without torchrun: who starts them has rank 0."""
+
+import datetime
+
+import torch
+import torch.distributed as dist
+
+from octavo.distributed.tensor_group import TensorGroup
+from octavo.errors import ConfigError
+
+_TIMEOUT = datetime.timedelta(seconds=60)
+
+
+def open_store() -> "dist.TCPStore":
+    """Where the processes meet, at a port that is free; of rank 0.
+
+    Raises:
+        ConfigError: this process is in a job already.
+    """
+    if dist.is_initialized():
+        raise ConfigError(
+            "this process is part of a torch.distributed job already, so it cannot start one; call "
+            "octavo.parallel.parallelize on every rank, and make an LLM of the model there"
+        )
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+
+
+def join(store: "dist.TCPStore", rank: int, size: int, device: torch.device) -> TensorGroup:
+    """Become a rank; all of them come here."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=_TIMEOUT, device_id=device)
+    else:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
+    return TensorGroup.of()
+
+
+def connect(port: int) -> "dist.TCPStore":
+    """The store of rank 0."""
+    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT)
+
+
+def leave() -> None:
+    """Forget the job, whatever became of the others."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

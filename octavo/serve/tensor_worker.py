@@ -1,0 +1,98 @@
+"""A tensor-parallel worker: `python -m octavo.serve.tensor_worker FD RANK PORT PARENT`, which tensor_workers.py starts.
+
+It builds the engine that the first rank builds and repeats its calls until the first rank hangs up or is gone.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from octavo.distributed import local_job
+from octavo.errors import OctavoError
+from octavo.models.tokenizer import load_tokenizer
+from octavo.parallel import parallelize
+from octavo.serve.engine import Engine
+from octavo.serve.engine.request import RequestState
+from octavo.serve.model_choice import load_for_inference
+from octavo.serve.tensor_workers import EngineOrder, chosen_device, rank_device
+
+logger = logging.getLogger(__name__)
+
+
+def main(arguments: list[str]) -> None:
+    """Load, say so, join the others, repeat."""
+    fd, rank, port, parent = map(int, arguments)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 drains, and then hangs up
+    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
+    calls = Connection(fd)
+    (order,) = calls.recv()
+    try:
+        engine = build(order, rank, port, lambda: calls.send(("loaded", "")))
+    except Exception as error:
+        calls.send(("failed", str(error) if isinstance(error, OctavoError) else f"{type(error).__name__}: {error}"))
+        raise
+    Repeater(engine).run(calls)
+
+
+def build(order: EngineOrder, rank: int, port: int, on_loaded: Any) -> Engine:
+    """This rank's engine."""
+    quantization, kv_cache_dtype, exact, device, *rest = order.asked
+    own = rank_device(chosen_device(device), rank)
+    model = load_for_inference(order.path, quantization, kv_cache_dtype, exact, own, *rest)
+    tokenizer = None if order.tokenizer is None else load_tokenizer(order.tokenizer)
+    on_loaded()
+    group = local_job.join(local_job.connect(port), rank, order.parallel.size, own)
+    parallelize(model, group, mode=order.parallel.mode)
+    return Engine(model, tokenizer, order.config, order.eos_ids)
+
+
+class Repeater:
+    """Does to an engine what rank 0 does to its own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._requests: dict[int, RequestState] = {}
+
+    def run(self, calls: Connection) -> None:
+        """Until rank 0 hangs up."""
+        while True:
+            try:
+                name, *arguments = calls.recv()
+            except (EOFError, OSError):
+                return
+            try:
+                self._repeat(name, arguments)
+            except OctavoError as error:  # rank 0 has raised the same
+                logger.info("%s: %s", name, error)
+
+    def _repeat(self, name: str, arguments: list[Any]) -> None:
+        engine = self._engine
+        if name == "admit":
+            prompt_ids, params, prompt, keep_text = arguments
+            request = engine.admit(RequestState(engine.make_input(prompt_ids, params, prompt)), keep_text)
+            assert request.request_id is not None, "it was admitted"
+            self._requests[request.request_id] = request
+        elif name == "abort":
+            request = self._requests.pop(arguments[0], None)  # type: ignore[assignment]
+            if request is not None:
+                engine.abort(request)
+        else:
+            getattr(engine, name)(*arguments)
+            if name == "step":
+                self._requests = {i: each for i, each in self._requests.items() if not each.is_finished}
+
+
+def _follow(parent: int) -> None:
+    """End with rank 0, also while this rank waits for it in a collective."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,301 @@
+"""LLM(tensor_parallel_size=N): worker processes that repeat what the first rank's engine is asked, call by call.
+
+An engine does the same for the same calls, so that every rank schedules, samples and ends sequences alike; the ranks
+meet inside the model. tensor_worker.py is the other side.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from octavo.distributed import local_job
+from octavo.errors import BackendError, ConfigError, OctavoError
+from octavo.models.device import check_device
+from octavo.nn.cut_linear import TensorMode
+from octavo.parallel import parallelize
+from octavo.serve.engine import Engine, EngineConfig
+from octavo.serve.engine.request import LostRankError, RequestState
+from octavo.serve.engine.sequence import Sequence
+
+# a worker that has not loaded its checkpoint by then is given up
+LOAD_S = 3600.0
+_END_S = 5.0
+_LATER = "is not supported yet where tensor_parallel_size > 1; make a new LLM"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorParallel:
+    """How many ranks compute together, and how.
+
+    Args:
+        size: ranks; 1 for this process alone.
+        mode: parallelize's; None for its default.
+
+    Raises:
+        ConfigError: a size below 1, or of more GPUs than there are.
+    """
+
+    size: int = 1
+    mode: TensorMode | None = None
+
+    def check(self, device: torch.device) -> None:
+        """See Raises."""
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+            raise ConfigError(f"tensor_parallel_size must be an integer of at least 1, got {self.size!r}")
+        if self.size > 1 and device.type == "cuda" and torch.cuda.device_count() < self.size:
+            raise ConfigError(
+                f"tensor_parallel_size={self.size} takes a GPU a rank, and torch sees {torch.cuda.device_count()}; "
+                "lower it, or set CUDA_VISIBLE_DEVICES"
+            )
+        if self.size > 1 and device.index not in (None, 0):
+            raise ConfigError(
+                f"with tensor_parallel_size={self.size} ranks take GPUs 0 to {self.size - 1}, got device='{device}'; "
+                "choose by CUDA_VISIBLE_DEVICES"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOrder:
+    """What every rank builds its engine of; it can be pickled."""
+
+    path: Path
+    tokenizer: Any
+    asked: tuple[Any, ...]
+    config: EngineConfig
+    eos_ids: tuple[int, ...]
+    parallel: TensorParallel
+
+
+class TensorWorkers:
+    """The processes of ranks 1 to N - 1; they end with this object, and with this process.
+
+    Args:
+        order: for each of them.
+        device: of rank 0.
+    """
+
+    def __init__(self, order: EngineOrder, device: torch.device) -> None:
+        self.size, self._device = order.parallel.size, device
+        self._store = local_job.open_store()
+        self._ends: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._is_closing = threading.Event()
+        for rank in range(1, self.size):
+            own, theirs = Pipe()
+            command = [sys.executable, "-m", "octavo.serve.tensor_worker", str(theirs.fileno()), str(rank)]
+            command += [str(self._store.port), str(os.getpid())]
+            # a session of its own: Ctrl-C in a terminal is for rank 0, which ends its workers
+            process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), start_new_session=True)
+            theirs.close()
+            self._ends.append(own)
+            self._processes.append(process)
+        self._finalizer = weakref.finalize(self, _end, self._ends, self._processes, self._is_closing)
+        try:
+            self.tell(order)
+        except Exception:
+            self.close()
+            raise
+
+    def wait_until_loaded(self) -> None:
+        """Until every worker has its checkpoint.
+
+        Raises:
+            BackendError: one has failed; the text is its own.
+        """
+        deadline = time.monotonic() + LOAD_S
+        for rank, end in enumerate(self._ends, 1):
+            while not end.poll(0.2):
+                if (code := self._processes[rank - 1].poll()) is not None:
+                    raise BackendError(f"tensor-parallel rank {rank} {_how(code)} while it loaded the checkpoint")
+                if time.monotonic() > deadline:
+                    raise BackendError(f"tensor-parallel rank {rank} has not loaded its checkpoint in {LOAD_S:.0f} s")
+            kind, text = self._receive(rank, end)
+            if kind != "loaded":
+                raise BackendError(f"tensor-parallel rank {rank}: {text}")
+
+    def join(self) -> Any:
+        """The group of all ranks."""
+        group = local_job.join(self._store, 0, self.size, self._device)
+        if self._device.type == "cuda":
+            # a kernel that waits for a dead rank's message never ends, and nothing can interrupt it
+            threading.Thread(target=_watch, args=(self._processes, self._is_closing), daemon=True).start()
+        return group
+
+    def tell(self, *call: Any) -> None:
+        """Send a call to all; a rank that is gone is an error.
+
+        Raises:
+            LostRankError: one has ended.
+        """
+        for end in self._ends:
+            try:
+                end.send(call)
+            except OSError as error:
+                self.explain(error)
+
+    def explain(self, error: BaseException) -> NoReturn:
+        """Raise what a failure of rank 0 comes from, where another rank's end is the reason."""
+        deadline = time.monotonic() + 1.0  # a process's end takes its time to be seen
+        while time.monotonic() < deadline:
+            for rank, process in enumerate(self._processes, 1):
+                if (code := process.poll()) is not None:
+                    raise LostRankError(
+                        f"tensor-parallel rank {rank} {_how(code)}; all requests ended with it: make a new LLM, or "
+                        "restart the server"
+                    ) from error
+            time.sleep(0.05)
+        raise LostRankError(f"a tensor-parallel rank does not answer, and has not ended: {error}") from error
+
+    def close(self) -> None:
+        """End the workers and the job."""
+        self._finalizer()
+        local_job.leave()
+
+    def _receive(self, rank: int, end: Connection) -> tuple[str, str]:
+        try:
+            return end.recv()  # type: ignore[no-any-return]
+        except EOFError:
+            return "failed", f"it {_how(self._processes[rank - 1].wait())} while it loaded the checkpoint"
+
+
+class LeadingEngine(Engine):
+    """The first rank's engine: what it is asked, the workers' engines are asked before."""
+
+    workers: TensorWorkers
+
+    @classmethod
+    def start(cls, order: EngineOrder, device: torch.device, load: Callable[[], Any]) -> "LeadingEngine":
+        """Start the workers, load and cut the model on every rank, and build the engines.
+
+        Args:
+            load: gives this rank's (Decoder, tokenizer).
+        Raises:
+            ConfigError: see TensorParallel, parallelize and Engine.
+            ShapeError: see parallelize.
+            BackendError: a worker has failed.
+        """
+        workers = TensorWorkers(order, device)
+        try:
+            model, tokenizer = load()
+            workers.wait_until_loaded()
+            report = parallelize(model, workers.join(), mode=order.parallel.mode)
+            logger.info("%d tensor-parallel ranks: %s", order.parallel.size, report)
+            engine = cls(model, tokenizer, order.config, order.eos_ids)
+        except BaseException:
+            workers.close()
+            raise
+        engine.workers = workers
+        return engine
+
+    @contextlib.contextmanager
+    def _all_ranks(self, *call: Any) -> Any:
+        self.workers.tell(*call)
+        try:
+            yield
+        except OctavoError:
+            raise
+        except RuntimeError as error:  # of a collective
+            self.workers.explain(error)
+
+    def admit(self, request: RequestState, keep_text: bool = False) -> RequestState:
+        given = request.input
+        with self._all_ranks("admit", given.prompt_ids, given.params, given.prompt, keep_text):
+            return super().admit(request, keep_text)
+
+    def step(self) -> list[Sequence]:
+        with self._all_ranks("step"):
+            return super().step()
+
+    def collect_pending(self) -> list[Sequence]:
+        with self._all_ranks("collect_pending"):
+            return super().collect_pending()
+
+    def prepare_next(self, num_seqs: int | None = None, max_len: int | None = None, least_seqs: int = 1) -> bool:
+        with self._all_ranks("prepare_next", num_seqs, max_len, least_seqs):
+            return super().prepare_next(num_seqs, max_len, least_seqs)
+
+    def abort(self, request: RequestState) -> None:
+        if any(not seq.is_finished for seq in request.sequences):
+            with contextlib.suppress(LostRankError):  # where a rank is gone, the request is ended here all the same
+                self.workers.tell("abort", request.request_id)
+        super().abort(request)
+
+    def abort_all(self) -> None:
+        with contextlib.suppress(LostRankError):
+            self.workers.tell("abort_all")
+        super().abort_all()
+
+    def reset_prefix_cache(self) -> None:
+        with self._all_ranks("reset_prefix_cache"):
+            super().reset_prefix_cache()
+
+    def sleep(self) -> None:
+        with self._all_ranks("sleep"):
+            super().sleep()
+
+    def wake(self) -> None:
+        with self._all_ranks("wake"):
+            super().wake()
+
+    def commit_update(self, *_: Any, **__: Any) -> int:
+        raise ConfigError(f"a weight update {_LATER}")
+
+    def replace_weights(self, *_: Any, **__: Any) -> int:
+        raise ConfigError(f"a weight update {_LATER}")
+
+    def reallocate_kv_cache(self) -> None:
+        raise ConfigError(f"another KV cache {_LATER}")
+
+    def _on_weights_updated(self, weight_version: int) -> None:
+        raise ConfigError(f"writing into the model's weights {_LATER}")
+
+
+def rank_device(device: torch.device, rank: int) -> torch.device:
+    """A rank's own."""
+    return torch.device("cuda", rank) if device.type == "cuda" else device
+
+
+def chosen_device(device: Any) -> torch.device:
+    """LLM's `device` as it will be."""
+    return check_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _how(code: int) -> str:
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+def _watch(processes: list["subprocess.Popen[bytes]"], is_closing: threading.Event) -> None:
+    while not is_closing.wait(0.5):
+        for rank, process in enumerate(processes, 1):
+            if (code := process.poll()) is not None and not is_closing.is_set():
+                logger.error("tensor-parallel rank %d %s; this process ends in 10 s", rank, _how(code))
+                if not is_closing.wait(10.0):
+                    os._exit(70)
+
+
+def _end(ends: list[Connection], processes: list["subprocess.Popen[bytes]"], is_closing: threading.Event) -> None:
+    """Hang up, which ends a worker that waits for a call, and then kill what is left."""
+    is_closing.set()
+    for end in ends:
+        end.close()
+    deadline = time.monotonic() + _END_S
+    for process in processes:
+        try:
+            process.wait(max(deadline - time.monotonic(), 0.05))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,192 @@
+"""LLM and `octavo serve` over two ranks that they start: one process's bits, and what becomes of ranks that die."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from octavo import LLM, SamplingParams, save_model
+from octavo.distributed import local_job
+from octavo.errors import ConfigError, RecipeError, ShapeError
+from octavo.models import Decoder, ModelConfig
+from octavo.serve.engine.request import LostRankError
+from tests.parallel.test_tensor_parallel import ids, make
+from tests.serve.http.running import VOCAB, byte_tokenizer
+from tests.serve.http.test_chaos import served
+
+LIMITS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "num_kv_pages": 8, "device": "cpu"}
+FP8: dict[str, Any] = {"quantization": "fp8", "kv_cache_dtype": "fp8", "exact": True}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cut") / "model"
+    config = make().config
+    save_model(Decoder(ModelConfig(**{**vars(config), "vocab_size": VOCAB}), seed=0), path, tokenizer=byte_tokenizer())
+    return path
+
+
+@pytest.fixture
+def llm(checkpoint: Path) -> Iterator[LLM]:
+    made = LLM(checkpoint, tensor_parallel_size=2, **FP8, **LIMITS)
+    yield made
+    made.engine.workers.close()  # type: ignore[attr-defined]
+
+
+def processes(llm: LLM) -> list["subprocess.Popen[bytes]"]:
+    return llm.engine.workers._processes  # type: ignore[attr-defined,no-any-return]
+
+
+def answers(llm: LLM) -> list[Any]:
+    """What requests of several kinds get: tokens and logprobs, text, a schema, a stream, a score."""
+    prompts = [ids(seed, num).tolist() for seed, num in ((1, 5), (2, 40), (3, 70))]
+    found: list[Any] = []
+    params = SamplingParams(max_tokens=12, temperature=1.0, logprobs=1, seed=5, n=2)
+    for output in llm.generate([*prompts, prompts[2][:64] + prompts[0]], params):
+        found += [(sample.token_ids, str(sample.logprobs)) for sample in output.outputs]
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}, "required": ["a"]}
+    for given in (
+        SamplingParams(max_tokens=30, temperature=1.0, seed=7, stop=["a", "e"]),
+        SamplingParams(max_tokens=30, temperature=1.0, seed=8, json_schema=schema),
+        SamplingParams(max_tokens=0, prompt_logprobs=1),
+    ):
+        (output,) = llm.generate("some words", given)
+        found.append((output.outputs[0].text, output.outputs[0].finish_reason, str(output.prompt_logprobs)))
+    stream = llm.stream("a stream", SamplingParams(max_tokens=9, seed=3))
+    found += [next(stream).outputs[0].token_ids for _ in range(3)]
+    stream.close()
+    llm.engine.reset_prefix_cache()
+    llm.engine.sleep()
+    llm.engine.wake()
+    found.append([o.outputs[0].token_ids for o in llm.generate(prompts, SamplingParams(max_tokens=5))])
+    return found
+
+
+def test_two_ranks_answer_as_one_process(checkpoint: Path, llm: LLM) -> None:
+    assert answers(llm) == answers(LLM(checkpoint, **FP8, **LIMITS))
+    assert llm.engine.model.num_local_heads == (2, 2)
+    assert all(process.poll() is None for process in processes(llm))
+    with pytest.raises(ConfigError, match="a weight update is not supported yet where tensor_parallel_size > 1"):
+        llm.update_weights(checkpoint)
+    llm.model.mark_weights_updated()
+    with pytest.raises(ConfigError, match="writing into the model's weights is not supported yet"):
+        llm.generate([[1, 2]])
+
+
+@pytest.mark.parametrize("when", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
+def test_a_rank_that_is_killed_ends_all_requests(llm: LLM, when: str) -> None:
+    given = llm.engine.make_input(list(range(9 if when == "decode" else 90)), SamplingParams(max_tokens=400))
+    stream = llm._driver.stream(given)
+    if when == "decode":
+        next(stream)
+    processes(llm)[0].send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(LostRankError, match="rank 1 was killed by signal 9; all requests ended with it"):
+        for _ in stream:
+            pass
+    assert time.monotonic() - began < 10
+    assert not llm.engine.has_unfinished
+    with pytest.raises(LostRankError, match="was killed by signal 9"):
+        llm.generate([[1, 2]])
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_all_requests(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_job, "_TIMEOUT", local_job._TIMEOUT / 15)
+    llm = LLM(checkpoint, tensor_parallel_size=2, **FP8, **LIMITS)
+    processes(llm)[0].send_signal(signal.SIGSTOP)
+    with pytest.raises(LostRankError, match="a tensor-parallel rank does not answer, and has not ended"):
+        llm.generate([[1, 2]])
+    worker = processes(llm)[0]
+    llm.engine.workers.close()  # type: ignore[attr-defined]
+    assert worker.poll() is not None
+
+
+@pytest.mark.slow
+def test_workers_end_with_their_first_rank(checkpoint: Path) -> None:
+    code = (
+        f"import octavo, time; llm = octavo.LLM({str(checkpoint)!r}, tensor_parallel_size=2, **{FP8 | LIMITS!r}); "
+        "print(llm.engine.workers._processes[0].pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        worker = int(first.stdout.readline())
+        first.kill()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{worker}").exists() or "zombie" in Path(f"/proc/{worker}/status").read_text()
+
+
+def test_what_cannot_be_cut_is_one_error(checkpoint: Path, tmp_path: Path) -> None:
+    other = tmp_path / "odd"
+    save_model(Decoder(ModelConfig(**{**vars(make().config), "num_heads": 3, "num_kv_heads": 3}), seed=0), other)
+    for given, kind, text in (
+        ({"model": other}, ShapeError, "tensor-parallel ranks must divide the heads"),
+        ({"model": make()}, ConfigError, "tensor_parallel_size=2 goes with a checkpoint's path"),
+        ({"tensor_parallel_size": 0}, ConfigError, "tensor_parallel_size must be an integer of at least 1"),
+        ({"tensor_parallel_mode": "reduce"}, ConfigError, "mode='reduce' is not exact"),
+        ({"tokenizer": byte_tokenizer()}, ConfigError, "the tokenizer must be a path"),
+        ({"quantization": "tensorwise"}, RecipeError, "exact=True needs activation scales of one token each"),
+    ):
+        fields = {"model": checkpoint, "tensor_parallel_size": 2, **FP8, **LIMITS, **given}
+        with pytest.raises(kind, match=text):
+            LLM(**fields)
+    assert not local_job.dist.is_initialized()
+
+
+@pytest.mark.slow
+def test_a_server_of_two_ranks(checkpoint: Path) -> None:
+    options = ("--port", "0", "--device", "cpu", "--quantization", "fp8", "--exact", "--tensor-parallel-size", "2")
+    body = {"prompt": "so it is", "max_tokens": 8, "temperature": 0}
+    with served(str(checkpoint), *options) as two:
+        two.wait_until_ready()
+        text = httpx.post(f"{two.url}/v1/completions", json=body, timeout=30).json()["choices"][0]["text"]
+        (expected,) = LLM(checkpoint, quantization="fp8", exact=True, device="cpu").generate(
+            "so it is", SamplingParams(max_tokens=8, temperature=0)
+        )
+        assert text == expected.outputs[0].text
+        two.popen.send_signal(signal.SIGTERM)
+        code, log = two.end()
+        assert code == 0 and "2 tensor-parallel ranks" in log
+    with served(str(checkpoint), *options) as two:
+        two.wait_until_ready()
+        ended: list[str] = []
+
+        def stream() -> None:
+            long = body | {"max_tokens": 2000, "stream": True, "ignore_eos": True}
+            with httpx.stream("POST", f"{two.url}/v1/completions", json=long, timeout=30) as answer:
+                ended.extend(answer.iter_lines())
+
+        reader = threading.Thread(target=stream)
+        reader.start()
+        while not ended and reader.is_alive():
+            time.sleep(0.02)
+        for worker in children(two.popen.pid):
+            os.kill(worker, signal.SIGKILL)
+        reader.join(20)
+        assert not reader.is_alive() and any('"error"' in line for line in ended[-6:]), ended[-6:]
+        deadline = time.monotonic() + 20
+        while httpx.get(f"{two.url}/health").status_code == 200 and time.monotonic() < deadline:
+            httpx.post(f"{two.url}/v1/completions", json=body, timeout=30)
+        assert httpx.get(f"{two.url}/health").status_code == 503
+        assert any("was killed by signal 9" in line for line in two.log)
+
+
+def children(pid: int) -> list[int]:
+    """Workers of a process."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with open(path, encoding="ascii", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+        if int(fields[1]) == pid and "tensor_worker" in Path(path.parent, "cmdline").read_text():
+            found.append(int(path.parent.name))
+    return found

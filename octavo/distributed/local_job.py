@@ -4,6 +4,7 @@ import datetime
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it by a star
 
 from octavo.distributed.tensor_group import TensorGroup
 from octavo.errors import ConfigError
@@ -11,7 +12,7 @@ from octavo.errors import ConfigError
 _TIMEOUT = datetime.timedelta(seconds=60)
 
 
-def open_store() -> "dist.TCPStore":
+def open_store() -> TCPStore:
     """Where the processes meet, at a port that is free; of rank 0.
 
     Raises:
@@ -22,10 +23,10 @@ def open_store() -> "dist.TCPStore":
             "this process is part of a torch.distributed job already, so it cannot start one; call "
             "octavo.parallel.parallelize on every rank, and make an LLM of the model there"
         )
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
 
 
-def join(store: "dist.TCPStore", rank: int, size: int, device: torch.device) -> TensorGroup:
+def join(store: TCPStore, rank: int, size: int, device: torch.device) -> TensorGroup:
     """Become a rank; all of them come here."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -35,9 +36,9 @@ def join(store: "dist.TCPStore", rank: int, size: int, device: torch.device) -> 
     return TensorGroup.of()
 
 
-def connect(port: int) -> "dist.TCPStore":
+def connect(port: int) -> TCPStore:
     """The store of rank 0."""
-    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT)
+    return TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT)
 
 
 def leave() -> None:

@@ -234,7 +234,7 @@ class Mesh:
             raise ConfigError(
                 f"the micro-batches of a step must be a multiple of the ranks, got {num_micro_batches} for "
                 f"{self.world_size}; set data.micro_batch_size so that data.batch_size / data.micro_batch_size is "
-                "such a multiple"
+                f"a multiple of {self.world_size}"
             )
         return range(self.rank, num_micro_batches, self.world_size)
 

@@ -78,9 +78,8 @@ class Repeater:
             assert request.request_id is not None, "it was admitted"
             self._requests[request.request_id] = request
         elif name == "abort":
-            request = self._requests.pop(arguments[0], None)  # type: ignore[assignment]
-            if request is not None:
-                engine.abort(request)
+            if (unfinished := self._requests.pop(arguments[0], None)) is not None:
+                engine.abort(unfinished)
         else:
             getattr(engine, name)(*arguments)
             if name == "step":

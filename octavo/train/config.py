@@ -295,7 +295,8 @@ class TrainConfig(Config):
         if self.schedule.warmup_steps >= self.run.steps:
             raise ValueError(
                 f"schedule.warmup_steps={self.schedule.warmup_steps} must be below run.steps={self.run.steps}; "
-                "lower schedule.warmup_steps below run.steps, or raise run.steps"
+                f"raise run.steps, or set both: --set run.steps={self.run.steps} --set "
+                f"schedule.warmup_steps={(self.run.steps - 1) // 10}"
             )
         return self
 

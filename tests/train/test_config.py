@@ -65,7 +65,10 @@ def test_another_recipe_hides_no_mistake(tmp_path, text, overrides, message, cap
         ("[run]\nsteps = 'many'\n", "run.steps"),
         ("[run]\nsteps = 0\n", "run.steps must be greater than 0, got 0"),
         ("[data]\nbatch_size = 6\nmicro_batch_size = 4\n", "data: batch_size=6 must be a multiple"),
-        ("[schedule]\nwarmup_steps = 9\n[run]\nsteps = 9\n", "lower schedule.warmup_steps below run.steps, or raise"),
+        (
+            "[schedule]\nwarmup_steps = 9\n[run]\nsteps = 9\n",
+            "raise run.steps, or set both: --set run.steps=9 --set schedule.warmup_steps=0",
+        ),
         ("[precision]\nrecipe = 'fp9'\n", "precision: unknown recipe 'fp9'"),
         ("[precision]\nrecipe = 'rowwise'\nmargin = 2\n", "recipe 'rowwise' has no field 'margin'"),
         ("[precision]\nrecipe = 'rowwise'\ndtype = 'fp32'\n", "dtype 'fp32' goes with recipe 'bf16'"),

@@ -103,6 +103,8 @@ def inference_job(rank: int, world: int) -> dict[str, Any]:
         one, cut = (make(family, recipe, exact=exact, hidden_size=hidden_size) for _ in range(2))
         parallelize(cut, group, mode="gather")
         found[f"{family} {recipe} {exact}"] = compare(one, cut, samples=exact)
+        if _repeats(cut):
+            found["repeats"] = refusal(lambda _, cut=cut: score(cut), group)
     one, cut = (make(hidden_size=hidden_size) for _ in range(2))
     for model in (one, cut):
         keep_codes_only(model)
@@ -190,6 +192,14 @@ def test_a_cut_model_has_the_bits_of_one_process(
 ) -> None:
     for found in inferred:
         assert all(found[f"{family} {recipe} {exact}"].values()), found[f"{family} {recipe} {exact}"]
+
+
+def test_ranks_that_share_kv_heads_do_not_train(inferred: list[dict[str, Any]]) -> None:
+    for found in inferred:  # two KV heads
+        refused = found.get("repeats", "")
+        assert refused.startswith("ConfigError: training with more tensor-parallel ranks than KV") == (
+            len(inferred) == 4
+        )
 
 
 def test_codes_alone_are_cut_too(inferred: list[dict[str, Any]]) -> None:

@@ -12,7 +12,8 @@ from bench.record import Record
 RECORDS = Path(__file__).parents[1] / "bench" / "records"
 WHAT = (
     "make test-nightly: a rank of two is killed at each place of a step, in training and in reinforcement learning; "
-    "torchrun starts both again, and the run must end with the bits of one that nothing disturbed. 2 gloo ranks."
+    "torchrun starts both again, and the run must end with the bits of one that nothing disturbed. 2 gloo ranks. And "
+    "honest clients beside attackers of a server: what they wait stays within the limits."
 )
 
 

@@ -18,7 +18,7 @@ from tests.serve.http.running import running
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.slow(first=True)
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_honest_clients_beside_hostile_ones() -> None:
     with cores_alone(), tiny_server() as url:

@@ -245,7 +245,7 @@ def test_in_process_a_bad_schema_is_refused_before_anything_runs() -> None:
     assert not llm.engine.has_unfinished
 
 
-@pytest.mark.slow(first=True)
+@pytest.mark.nightly
 def test_a_dozen_hostile_schemas_hold_nobody_up(tmp_path: Path) -> None:
     path = tmp_path / "tiny"
     save_model(make_model("llama", "bf16", "bf16", vocab_size=VOCAB, num_layers=1), path, tokenizer=byte_tokenizer())

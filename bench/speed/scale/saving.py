@@ -119,6 +119,7 @@ def _in_background(session: Session, case: str, step: TrainStep, undisturbed_ms:
         if wanted:  # training has gone on while it was copied
             read_s = session.largest(_seconds(functools.partial(_check_bits, session, saver, wanted)))
             session.say(f"{case}, {ordinal} save: read in {read_s:.1f} s, and equal in bits to what was saved")
+        session.keep()
     path = saver.store.path_of(saver.number)
     for name, what in ((MODEL_DIR, "model"), (SHARDS, "trainer's state")):
         files = [file for file in (path / name).rglob("*") if file.is_file()]

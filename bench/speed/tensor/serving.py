@@ -1,0 +1,101 @@
+"""`single`, `mixed`, `long`: the workloads of `octavo bench serve` on one GPU and on all of them together."""
+
+import math
+import time
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from bench.report import THROUGHPUT
+from bench.serve.host import QUICK_LIMITS
+from bench.serve.measure import EngineRun, median_run, percentile, run_requests, warm_up
+from bench.serve.rows import add_runs
+from bench.serve.workloads import MAX_NUM_SEQS, MEMORY_SHARE, WORKLOADS, Requests, Workload, shrink
+from bench.speed.scale.session import Session
+from bench.speed.tensor.models import GATHER, ONE_GPU, REDUCE, Layout, build, config_of
+from octavo.serve import LLM
+from octavo.serve.engine import Engine
+
+LAYOUTS = (ONE_GPU, REDUCE, GATHER)
+_NUM_RUNS = 3
+_PROFILED_TOKENS, _TOP_KERNELS = 40, 24
+
+
+def single(session: Session) -> None:
+    """One request."""
+    _measure(session, WORKLOADS["8b-single"])
+
+
+def mixed(session: Session) -> None:
+    """256 requests of 100 to 1024 tokens in and out."""
+    _measure(session, WORKLOADS["8b-mixed"])
+
+
+def long(session: Session) -> None:
+    """64 requests of 8192 tokens in and 512 out."""
+    _measure(session, WORKLOADS["8b-64x8192"])
+
+
+def _measure(session: Session, workload: Workload) -> None:
+    workload = shrink(workload) if session.is_toy else workload
+    requests = workload.draw(config_of(session).vocab_size, workload.num_requests)
+    found: dict[str, EngineRun] = {}
+    for layout in LAYOUTS:
+        session.attempt(
+            f"{workload.name} {layout.label}", lambda layout=layout: _run(session, workload, requests, layout, found)
+        )  # type: ignore[misc]
+
+
+def _run(session: Session, workload: Workload, requests: Requests, layout: Layout, found: dict[str, EngineRun]) -> None:
+    model = build(session, config_of(session), layout)
+    limits = {"max_num_seqs": min(MAX_NUM_SEQS, len(requests)), "max_model_len": workload.max_len}
+    limits |= {"gpu_memory_utilization": MEMORY_SHARE}
+    llm = LLM(model, enable_prefix_caching=False, **(QUICK_LIMITS if session.is_toy else limits))  # type: ignore[arg-type]
+    warm_up(llm.engine, requests, math.inf)
+    runs = []
+    for _ in range(1 if session.is_toy else _NUM_RUNS):
+        session.mesh.barrier()
+        runs.append(run_requests(llm.engine, requests, "cpu", math.inf))
+    run = median_run(runs)
+    name = "one GPU alone" if layout.mode is None else f"{session.mesh.world_size} GPUs, {layout.label}"
+    case = f"{workload.label}: {name}{', exact' if layout.exact else ''}"
+    base = found.get(ONE_GPU.label)
+    peer = (f"{workload.label}: one GPU alone", base.output_tokens_per_s) if base else (None, None)
+    add_runs(session.record, case, runs, peer=peer[0], peer_value=peer[1])
+    said = f"{case}: {run.output_tokens_per_s:,.0f} output tokens/s"
+    if len(requests) == 1:
+        ms = [percentile(each.gaps_s, 50) * 1e3 for each in runs]
+        said += f", {sorted(ms)[len(ms) // 2]:.3f} ms a token ({min(ms):.3f} to {max(ms):.3f})"
+    if base:
+        ratio = run.output_tokens_per_s / base.output_tokens_per_s
+        session.record.add_ratio(case, f"{THROUGHPUT} over one GPU", ratio, peer[0])
+        said += f", {ratio:.3f} of one GPU"
+    if layout is GATHER and REDUCE.label in found:
+        ratio = run.output_tokens_per_s / found[REDUCE.label].output_tokens_per_s
+        session.record.add_ratio(case, f"{THROUGHPUT}, exact over reduce", ratio, f"{workload.label}: reduce")
+        said += f", {ratio:.3f} of reduce"
+    found[layout.label] = run
+    session.say(said)
+    if session.profiles and len(requests) == 1:
+        _profile(session, llm.engine, requests, case)
+
+
+def _profile(session: Session, engine: Engine, requests: Requests, case: str) -> None:
+    """Print the kernels of some tokens."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if session.device.type == "cuda" else [])]
+    with profile(activities=activities) as profiler:
+        began = time.perf_counter()
+        run_requests(engine, [(ids, _PROFILED_TOKENS) for ids, _ in requests], "cpu", math.inf)
+        if session.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+    key = "self_device_time_total" if session.device.type == "cuda" else "self_cpu_time_total"
+    rows = sorted(profiler.key_averages(), key=lambda row: -getattr(row, key))[:_TOP_KERNELS]
+    session.say(
+        f"{case}: {1e3 * seconds / _PROFILED_TOKENS:.3f} ms a token under the profiler; us a token, calls, us a call"
+    )
+    for row in rows:
+        total = getattr(row, key) / _PROFILED_TOKENS
+        session.say(
+            f"{total:10.1f} {row.count / _PROFILED_TOKENS:8.1f} {getattr(row, key) / row.count:8.2f}  {row.key[:100]}"
+        )

@@ -1,0 +1,155 @@
+"""A run whose linears are cut among ranks: its loss, its bits from run to run, and how it goes on in other layouts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import octavo
+from octavo.errors import OctavoError
+from octavo.parallel.checkpoint import load_state
+from octavo.run.checkpoint_store import SHARDS
+from octavo.run.metrics import read_metrics
+from octavo.train import train
+from octavo.train.config import TrainConfig
+from octavo.train.statistics import STATISTICS_FILE, read_statistics
+from tests.ranks import run_ranks
+
+from .conftest import build_config
+from .test_ranks import summary
+
+SIZES = {
+    "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 128, "tie_word_embeddings": False,
+}  # fmt: skip
+CUT = {"tensor_parallel_degree": 2, "tensor_parallel_mode": "gather", "timeout_s": 60}
+REDUCE = {**CUT, "tensor_parallel_mode": "reduce"}
+STATISTICS = {"every": 4, "layers": ["layers.0.mlp.down_proj", "layers.0.self_attn.qkv_proj"]}
+COMPACT = {"state_dtype": "fp8"}
+STEPS = 20
+RECIPES = ("blockwise", "rowwise")
+REFUSED: dict[str, dict[str, Any]] = {
+    "3 heads": {"model": {"num_attention_heads": 3, "num_key_value_heads": 3}},
+    "scales": {"optimizer": COMPACT, "parallel": REDUCE, "recipe": "bf16", "model": {"intermediate_size": 320}},
+    "delayed": {"recipe": "delayed"},
+}
+
+
+def config_of(
+    corpus: Path, folder: Path, name: str, recipe: str = "blockwise", steps: int = 4, **sections: Any
+) -> TrainConfig:
+    """Two micro-batches a step, and nothing that depends on run.steps."""
+    sizes = {**SIZES, **sections.pop("model", {})}
+    places = {"steps": steps, "dir": folder / name, "device": "cpu"}
+    fixed: dict[str, Any] = {
+        "data": {"batch_size": 4, "micro_batch_size": 2, "seq_len": 16},
+        "schedule": {"warmup_steps": 0, "kind": "constant"},
+        "checkpoint": {"every": 0},
+        "metrics": {"eval_every": 10, "eval_tokens": 32},
+        "optimizer": {"lr": 0.0003},
+    }
+    return build_config(
+        corpus, folder, name, model=sizes, precision={"recipe": recipe}, run=places, **{**fixed, **sections}
+    )
+
+
+def job(rank: int, corpus: str, folder: str) -> dict[str, str]:
+    def run(name: str, **settings: Any) -> None:
+        settings = {"parallel": CUT, **settings}
+        train(config_of(Path(corpus), Path(folder), name, **settings), progress=False)
+
+    for recipe in RECIPES:
+        run(recipe, recipe=recipe, steps=STEPS)
+    run("again", steps=4)
+    run("reduce", parallel=REDUCE, statistics=STATISTICS)
+    run("gather", statistics=STATISTICS)
+    run("chain", optimizer=COMPACT, steps=2)
+    found = {}
+    for name, settings in REFUSED.items():
+        with pytest.raises(OctavoError) as error:
+            run(f"refused {name}", steps=1, **settings)
+        found[name] = f"{type(error.value).__name__}: {error.value}"
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tensor")
+
+
+@pytest.fixture(scope="module")
+def ranks(corpus: Path, folder: Path) -> list[dict[str, str]]:
+    return run_ranks(job, 2, str(corpus), str(folder))
+
+
+def one_process(corpus: Path, folder: Path, recipe: str, steps: int = STEPS, **settings: Any) -> Path:
+    name = f"one {recipe} {steps}"
+    train(config_of(corpus, folder, name, recipe, steps, **settings), progress=False)
+    return folder / name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_run_begins_with_the_bits_of_one_process_and_stays_near(
+    recipe: str, corpus: Path, folder: Path, ranks: list[dict[str, str]]
+) -> None:
+    own, one = (read_metrics(at / "metrics.jsonl") for at in (folder / recipe, one_process(corpus, folder, recipe)))
+    assert own[0].loss == one[0].loss
+    assert own[0].grad_norm == pytest.approx(one[0].grad_norm, rel=1e-2)
+    assert [row.loss for row in own] == pytest.approx([row.loss for row in one], rel=0.02)
+    assert own[-1].val_loss == pytest.approx(one[-1].val_loss, rel=0.02)
+    assert own[-1].loss < 0.8 * own[0].loss
+
+
+def test_a_run_repeats_itself(folder: Path, ranks: list[dict[str, str]]) -> None:
+    first, again = (summary(folder / name) for name in ("blockwise", "again"))
+    assert [row[:4] for row in again] == [row[:4] for row in first[: len(again)]]
+
+
+def test_statistics_are_of_whole_tensors(corpus: Path, folder: Path, ranks: list[dict[str, str]]) -> None:
+    """Of the run's first steps; codes of weights and activations are one process's, but not those of later weights."""
+    one = statistics_of(one_process(corpus, folder, "blockwise", steps=4, statistics=STATISTICS))
+    for name, missing in (("gather", ("dgrad", "dgrad")), ("reduce", ("dgrad", "output"))):
+        own = statistics_of(folder / name)
+        qkv, down = reversed(STATISTICS["layers"])  # type: ignore[call-overload]
+        assert one.keys() - own.keys() == {(qkv, missing[0]), (down, missing[1])}
+        for key, row in own.items():
+            for stat in ("l1_norm", "l2_norm", "cur_amax", "std"):
+                assert row[stat] == pytest.approx(one[key][stat], rel=0.1), (name, key, stat)
+
+
+def statistics_of(run: Path) -> dict[tuple[str, str], dict[str, float]]:
+    return {(row["layer"], row["tensor"]): row for row in read_statistics(run / STATISTICS_FILE)}
+
+
+def test_a_checkpoint_is_of_the_whole_model(folder: Path, ranks: list[dict[str, str]]) -> None:
+    for run in (folder / "blockwise", folder / "reduce"):  # rows; rows and columns
+        checkpoint = sorted((run / "checkpoints").glob("step-*"))[-1]
+        model, state = octavo.load_model(checkpoint / "model", trainable=True), load_state(checkpoint / SHARDS)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, state[f"master.{name}"].bfloat16()), name
+            assert state[f"exp_avg.{name}"].shape == parameter.shape
+
+
+def test_a_run_goes_on_in_one_process_and_cut_again(corpus: Path, folder: Path, ranks: list[dict[str, str]]) -> None:
+    """In `reduce` columns are cut too; FP8 moments go along with their scales."""
+    settings: dict[str, Any] = {"optimizer": COMPACT}
+    assert train(config_of(corpus, folder, "chain", steps=3, **settings), progress=False).first_step == 2
+    run_ranks(continue_job, 2, str(corpus), str(folder))
+    one = read_metrics(one_process(corpus, folder, "blockwise", 5, **settings) / "metrics.jsonl")
+    own = read_metrics(folder / "chain" / "metrics.jsonl")
+    assert [row.step for row in own] == [1, 2, 3, 4, 5]
+    assert [row.loss for row in own] == pytest.approx([row.loss for row in one], rel=0.02)
+
+
+def continue_job(rank: int, corpus: str, folder: str) -> None:
+    config = config_of(Path(corpus), Path(folder), "chain", steps=5, optimizer=COMPACT, parallel=REDUCE)
+    assert train(config, progress=False).first_step == 3
+
+
+def test_what_cannot_be_cut_is_refused(ranks: list[dict[str, str]]) -> None:
+    for found in ranks:
+        assert found["3 heads"].startswith("ShapeError: tensor-parallel ranks must divide the heads")
+        assert found["scales"].startswith("ConfigError: 8-bit moments have a scale for each 128 neighbouring elements")
+        assert "layers.0.mlp.down_proj.weight" in found["scales"]
+        assert found["delayed"].startswith("RecipeError: recipe 'delayed' has one scale for a whole weight")

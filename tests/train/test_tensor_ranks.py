@@ -9,7 +9,7 @@ import torch
 import octavo
 from octavo.errors import OctavoError
 from octavo.parallel.checkpoint import load_state
-from octavo.run.checkpoint_store import SHARDS
+from octavo.run.checkpoint_store import SHARDS as SHARDS_DIR
 from octavo.run.metrics import read_metrics
 from octavo.train import train
 from octavo.train.config import TrainConfig
@@ -125,7 +125,7 @@ def statistics_of(run: Path) -> dict[tuple[str, str], dict[str, float]]:
 def test_a_checkpoint_is_of_the_whole_model(folder: Path, ranks: list[dict[str, str]]) -> None:
     for run in (folder / "blockwise", folder / "reduce"):  # rows; rows and columns
         checkpoint = sorted((run / "checkpoints").glob("step-*"))[-1]
-        model, state = octavo.load_model(checkpoint / "model", trainable=True), load_state(checkpoint / SHARDS)
+        model, state = octavo.load_model(checkpoint / "model", trainable=True), load_state(checkpoint / SHARDS_DIR)
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, state[f"master.{name}"].bfloat16()), name
             assert state[f"exp_avg.{name}"].shape == parameter.shape
@@ -153,3 +153,40 @@ def test_what_cannot_be_cut_is_refused(ranks: list[dict[str, str]]) -> None:
         assert found["scales"].startswith("ConfigError: 8-bit moments have a scale for each 128 neighbouring elements")
         assert "layers.0.mlp.down_proj.weight" in found["scales"]
         assert found["delayed"].startswith("RecipeError: recipe 'delayed' has one scale for a whole weight")
+
+
+WIDE = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
+EXPERTS = {"family": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+SHARDED: dict[str, dict[str, Any]] = {
+    "dense": {"model": WIDE, "checkpoint": {"every": 0, "async_mode": "async"}},
+    "experts": {"model": EXPERTS, "statistics": STATISTICS | {"layers": []}},
+}
+SHARDS = {"data_parallel_shard_degree": 2, "reduction": "ordered", "all_gather_dtype": "fp8"}
+
+
+def layout_job(rank: int, corpus: str, folder: str, prefix: str, steps: int, parallel: dict[str, object]) -> None:
+    for name, settings in SHARDED.items():
+        own = f"{prefix} {name}"
+        train(config_of(Path(corpus), Path(folder), own, steps=steps, parallel=parallel, **settings), progress=False)
+
+
+@pytest.mark.slow
+def test_cut_and_sharded_has_the_bits_of_cut_alone_and_goes_on_so(corpus: Path, folder: Path) -> None:
+    """Two steps on four ranks, which share slices and send codes of them, then two on two ranks."""
+    places = str(corpus), str(folder)
+    run_ranks(layout_job, 4, *places, "sharded", 2, CUT | SHARDS)
+    run_ranks(layout_job, 2, *places, "sharded", 4, CUT)
+    run_ranks(layout_job, 2, *places, "cut", 4, CUT)
+    for name in SHARDED:
+        sharded, cut = (folder / f"{prefix} {name}" for prefix in ("sharded", "cut"))
+        assert [row[:4] for row in summary(sharded)] == [row[:4] for row in summary(cut)]
+        assert routers_of(sharded) == [pytest.approx(row, rel=1e-12) for row in routers_of(cut)]
+    one = one_process(corpus, folder, "blockwise", steps=4, **SHARDED["experts"])
+    own, theirs = (read_metrics(at / "metrics.jsonl")[0] for at in (folder / "cut experts", one))
+    assert own.loss == theirs.loss
+    assert routers_of(folder / "cut experts")[0] == pytest.approx(routers_of(one)[0], rel=1e-12)
+
+
+def routers_of(run: Path) -> list[dict[str, float]]:
+    rows = (row.as_dict() for row in read_metrics(run / "metrics.jsonl"))
+    return [{key: value for key, value in row.items() if key.startswith("router_")} for row in rows]

@@ -39,11 +39,11 @@ REFUSED: dict[str, dict[str, Any]] = {
 def config_of(
     corpus: Path, folder: Path, name: str, recipe: str = "blockwise", steps: int = 4, **sections: Any
 ) -> TrainConfig:
-    """Two micro-batches a step, and nothing that depends on run.steps."""
+    """Nothing in it depends on run.steps."""
     sizes = {**SIZES, **sections.pop("model", {})}
     places = {"steps": steps, "dir": folder / name, "device": "cpu"}
     fixed: dict[str, Any] = {
-        "data": {"batch_size": 4, "micro_batch_size": 2, "seq_len": 16},
+        "data": {"batch_size": 2, "micro_batch_size": 2, "seq_len": 16},
         "schedule": {"warmup_steps": 0, "kind": "constant"},
         "checkpoint": {"every": 0},
         "metrics": {"eval_every": 10, "eval_tokens": 32},
@@ -157,9 +157,10 @@ def test_what_cannot_be_cut_is_refused(ranks: list[dict[str, str]]) -> None:
 
 WIDE = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
 EXPERTS = {"family": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+TWO = {"batch_size": 2, "micro_batch_size": 1, "seq_len": 16}  # micro-batches a step
 SHARDED: dict[str, dict[str, Any]] = {
-    "dense": {"model": WIDE, "checkpoint": {"every": 0, "async_mode": "async"}},
-    "experts": {"model": EXPERTS, "statistics": STATISTICS | {"layers": []}},
+    "dense": {"model": WIDE, "checkpoint": {"every": 0, "async_mode": "async"}, "data": TWO},
+    "experts": {"model": EXPERTS, "statistics": STATISTICS | {"layers": []}, "data": TWO},
 }
 SHARDS = {"data_parallel_shard_degree": 2, "reduction": "ordered", "all_gather_dtype": "fp8"}
 

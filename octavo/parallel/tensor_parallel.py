@@ -200,6 +200,8 @@ def _cut(
     else:
         operands = linear.source.held()  # type: ignore[union-attr]
         made.load_quantized([_cut_codes(operands, each, columns) for each in rows])
+    if state := linear.held_state():
+        made.load_state(state)  # amaxes of all ranks, a column a part
     return made
 
 

@@ -3,17 +3,24 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import octavo
-from octavo.errors import OctavoError
+from octavo.distributed.mesh import Mesh
+from octavo.errors import NonFiniteError, OctavoError
+from octavo.parallel import parallelize
 from octavo.parallel.checkpoint import load_state
 from octavo.run.checkpoint_store import SHARDS as SHARDS_DIR
 from octavo.run.metrics import read_metrics
+from octavo.run.optimizer import MasterAdamW
 from octavo.train import train
+from octavo.train.build import build_model
 from octavo.train.config import TrainConfig
+from octavo.train.data import make_batch
 from octavo.train.statistics import STATISTICS_FILE, read_statistics
+from octavo.train.step import train_step
 from tests.ranks import run_ranks
 
 from .conftest import build_config
@@ -65,12 +72,31 @@ def job(rank: int, corpus: str, folder: str) -> dict[str, str]:
     run("reduce", parallel=REDUCE, statistics=STATISTICS)
     run("gather", statistics=STATISTICS)
     run("chain", optimizer=COMPACT, steps=2)
+    for name, steps in (("delayed", 2), ("delayed again", 3)):
+        run(name, recipe="delayed", parallel=REDUCE, steps=steps)
     found = {}
     for name, settings in REFUSED.items():
         with pytest.raises(OctavoError) as error:
             run(f"refused {name}", steps=1, **settings)
         found[name] = f"{type(error.value).__name__}: {error.value}"
+    found["infinite"] = hidden_infinity(config_of(Path(corpus), Path(folder), "infinite", parallel=CUT))
     return found
+
+
+def hidden_infinity(config: TrainConfig) -> str:
+    """The error of a step in which one rank's codes hide an infinite weight of its slice."""
+    mesh = Mesh.from_config(config.parallel, "cpu")
+    model = build_model(config, 280, None, torch.device("cpu"))
+    parallelize(model, mesh, mode="gather")
+    optimizer = MasterAdamW(model, config.optimizer)
+    if not mesh.is_first:
+        with torch.no_grad():
+            model.layers[0].mlp.down_proj.weight[0, 0] = torch.inf  # type: ignore[union-attr, index]
+        model.mark_weights_updated()
+    batch = make_batch([np.arange(17)], None)
+    with pytest.raises(NonFiniteError) as error:
+        train_step(model, optimizer, [batch], lr=0.0, max_grad_norm=1.0, step=1, mesh=mesh)
+    return str(error.value)
 
 
 @pytest.fixture(scope="module")
@@ -132,19 +158,28 @@ def test_a_checkpoint_is_of_the_whole_model(folder: Path, ranks: list[dict[str, 
 
 
 def test_a_run_goes_on_in_one_process_and_cut_again(corpus: Path, folder: Path, ranks: list[dict[str, str]]) -> None:
-    """In `reduce` columns are cut too; FP8 moments go along with their scales."""
+    """In `reduce` columns are cut too; FP8 moments go along with their scales, and amax histories with both."""
     settings: dict[str, Any] = {"optimizer": COMPACT}
     assert train(config_of(corpus, folder, "chain", steps=3, **settings), progress=False).first_step == 2
     run_ranks(continue_job, 2, str(corpus), str(folder))
     one = read_metrics(one_process(corpus, folder, "blockwise", 5, **settings) / "metrics.jsonl")
     own = read_metrics(folder / "chain" / "metrics.jsonl")
     assert [row.step for row in own] == [1, 2, 3, 4, 5]
+    delayed, again = (summary(folder / name) for name in ("delayed", "delayed again"))
+    assert [row[:4] for row in delayed] == [row[:4] for row in again]
     assert [row.loss for row in own] == pytest.approx([row.loss for row in one], rel=0.02)
 
 
 def continue_job(rank: int, corpus: str, folder: str) -> None:
     config = config_of(Path(corpus), Path(folder), "chain", steps=5, optimizer=COMPACT, parallel=REDUCE)
     assert train(config, progress=False).first_step == 3
+    config = config_of(Path(corpus), Path(folder), "delayed", "delayed", steps=3, parallel=REDUCE)
+    assert train(config, progress=False).first_step == 2
+
+
+def test_an_infinite_slice_ends_the_step_on_all_ranks(ranks: list[dict[str, str]]) -> None:
+    for found in ranks:
+        assert "rank 1: parameter layers.0.mlp.down_proj.weight" in found["infinite"]
 
 
 def test_what_cannot_be_cut_is_refused(ranks: list[dict[str, str]]) -> None:

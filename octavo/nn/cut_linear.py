@@ -61,7 +61,13 @@ class CutLinear(Linear):
             return super()._new_source(version, codes)
         return CutWeight(self.parts, version, False, self.tensor_group, self.cut_dim)
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Refuse what a slice cannot compute, or not train where gradients are enabled: what a forward does first.
+
+        Raises:
+            RecipeError: its mode does not go with the recipe, or with exact numerics.
+            ConfigError: it is trained, and ranks share rows of it.
+        """
         recipe = effective_recipe(self.recipe)
         if self.mode == "gather" and recipe.delayed is not None:
             raise RecipeError(
@@ -125,7 +131,7 @@ class ColumnLinear(CutLinear):
 
     def forward(self, x: torch.Tensor, *, bias_to: list[torch.Tensor | None] | None = None) -> torch.Tensor:
         """x [..., K], the same on all ranks -> [..., N / G] of x's dtype; [..., N] with gather_output."""
-        self._check()
+        self.check()
         out = super().forward(self.tensor_group.share(x) if torch.is_grad_enabled() else x, bias_to=bias_to)
         if not self.gather_output:
             return out
@@ -134,7 +140,7 @@ class ColumnLinear(CutLinear):
     def infer_codes(
         self, rows: QuantizedTensor, plan: LinearPlan, dtype: torch.dtype, *, with_bias: bool = True
     ) -> torch.Tensor:
-        self._check()
+        self.check()
         return super().infer_codes(rows, plan, dtype, with_bias=with_bias)
 
     def may_take_codes(self, recipe: Recipe) -> bool:
@@ -192,7 +198,7 @@ class RowLinear(CutLinear):
             raise ShapeError(
                 f"the last dim of x must be this rank's {self.num_columns} columns, got shape {tuple(x.shape)}"
             )
-        self._check()
+        self.check()
         flat, recipe = x.reshape(-1, self.num_columns), effective_recipe(self.recipe)
         if self.mode == "reduce":
             bias: list[torch.Tensor | None] = []
@@ -209,7 +215,7 @@ class RowLinear(CutLinear):
         self, rows: QuantizedTensor, plan: LinearPlan, dtype: torch.dtype, *, with_bias: bool = True
     ) -> torch.Tensor:
         """See Linear; rows are this rank's columns."""
-        self._check()
+        self.check()
         group = self.tensor_group
         if self.mode == "gather":
             own = super().infer_codes(group.gather_codes(rows), plan, dtype, with_bias=with_bias)

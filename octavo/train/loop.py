@@ -19,7 +19,7 @@ from octavo.models.export import ModelExport
 from octavo.nn import ConversionReport
 from octavo.nn.load_balance import metrics_of
 from octavo.nn.router_watch import RouterWatch
-from octavo.parallel import CutReport, ShardReport, parallelize, shard
+from octavo.parallel import CutReport, ShardReport, shard
 from octavo.run.atomic import move_aside
 from octavo.run.build import find_device, watch_routers
 from octavo.run.checkpoint_store import CheckpointStore, flatten
@@ -31,7 +31,7 @@ from octavo.run.stopping import StopRequest, stop_on_signals
 from octavo.run.tensorboard import TENSORBOARD_DIR
 from octavo.run.trainer_state import restore, trainer_state
 from octavo.run.write_failures import WriteFailures
-from octavo.train.build import DTYPES, build_model
+from octavo.train.build import DTYPES, build_model, cut_linears
 from octavo.train.config import TrainConfig
 from octavo.train.dataset import Dataset, load_dataset
 from octavo.train.evaluate import perplexity, validation_loss
@@ -155,7 +155,7 @@ class _Run:
         if mesh.world_size > 1 and config.optimizer.master_weights == "fp32":
             model.float()  # fp32 shards are the masters; layers are gathered in the run's dtype
         if mesh.tensor_group is not None:
-            cutting = parallelize(model, mesh, mode=config.parallel.tensor_parallel_mode)
+            cutting = cut_linears(model, mesh, config.parallel)
             model.to(mesh.device)
         if mesh.world_size > 1:
             sharding = shard(

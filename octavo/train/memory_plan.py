@@ -17,10 +17,9 @@ from octavo.models.config import ModelConfig
 from octavo.models.tokenizer import load_tokenizer
 from octavo.nn import Linear, RowLinear
 from octavo.ops.logprob.chunks import chunk_len
-from octavo.parallel import parallelize
 from octavo.run.build import build_model_config, find_device
 from octavo.run.sections import OptimizerSection
-from octavo.train.build import DTYPES, check_seq_len, set_precision
+from octavo.train.build import DTYPES, check_seq_len, cut_linears, set_precision
 from octavo.train.config import TrainConfig
 from octavo.train.rank_memory import (
     GATHERED_ROOT,
@@ -124,7 +123,7 @@ def plan_memory(config: TrainConfig) -> MemoryPlan:
     num_tokens = config.data.seq_len * (config.data.micro_batch_size or config.data.batch_size)
     layout = RankShare.of_config(config)
     if layout.num_tensor > 1:  # without values and process group: this is what a rank holds of it
-        parallelize(model, TensorGroup(None, 0, layout.num_tensor), mode=config.parallel.tensor_parallel_mode)
+        cut_linears(model, TensorGroup(None, 0, layout.num_tensor), config.parallel)
     num_micro_batches = layout.own_micro_batches(config.data.num_micro_batches)
     recomputed = 0
     if config.run.recompute == "full":

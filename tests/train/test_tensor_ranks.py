@@ -13,12 +13,13 @@ from octavo.errors import NonFiniteError, OctavoError
 from octavo.parallel import parallelize
 from octavo.parallel.checkpoint import load_state
 from octavo.run.checkpoint_store import SHARDS as SHARDS_DIR
-from octavo.run.metrics import read_metrics
+from octavo.run.metrics import METRICS_FILE, read_metrics
 from octavo.run.optimizer import MasterAdamW
 from octavo.train import train
 from octavo.train.build import build_model
 from octavo.train.config import TrainConfig
 from octavo.train.data import make_batch
+from octavo.train.memory_plan import plan_memory
 from octavo.train.statistics import STATISTICS_FILE, read_statistics
 from octavo.train.step import train_step
 from tests.ranks import run_ranks
@@ -40,6 +41,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "3 heads": {"model": {"num_attention_heads": 3, "num_key_value_heads": 3}},
     "scales": {"optimizer": COMPACT, "parallel": REDUCE, "recipe": "bf16", "model": {"intermediate_size": 320}},
     "delayed": {"recipe": "delayed"},
+    "shared rows": {"recipe": "rowwise", "model": {"num_key_value_heads": 1}},
 }
 
 
@@ -78,6 +80,7 @@ def job(rank: int, corpus: str, folder: str) -> dict[str, str]:
     for name, settings in REFUSED.items():
         with pytest.raises(OctavoError) as error:
             run(f"refused {name}", steps=1, **settings)
+        assert not Path(folder, f"refused {name}", METRICS_FILE).exists()  # nothing was written yet
         found[name] = f"{type(error.value).__name__}: {error.value}"
     found["infinite"] = hidden_infinity(config_of(Path(corpus), Path(folder), "infinite", parallel=CUT))
     return found
@@ -188,6 +191,7 @@ def test_what_cannot_be_cut_is_refused(ranks: list[dict[str, str]]) -> None:
         assert found["scales"].startswith("ConfigError: 8-bit moments have a scale for each 128 neighbouring elements")
         assert "layers.0.mlp.down_proj.weight" in found["scales"]
         assert found["delayed"].startswith("RecipeError: recipe 'delayed' has one scale for a whole weight")
+        assert found["shared rows"].startswith("ConfigError: training with more tensor-parallel ranks than KV heads")
 
 
 WIDE = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -226,3 +230,10 @@ def test_cut_and_sharded_has_the_bits_of_cut_alone_and_goes_on_so(corpus: Path, 
 def routers_of(run: Path) -> list[dict[str, float]]:
     rows = (row.as_dict() for row in read_metrics(run / "metrics.jsonl"))
     return [{key: value for key, value in row.items() if key.startswith("router_")} for row in rows]
+
+
+@pytest.mark.parametrize("name", ["3 heads", "delayed", "shared rows"])
+def test_a_plan_refuses_what_its_run_refuses(name: str, corpus: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"parallel": CUT, **REFUSED[name]}
+    with pytest.raises(OctavoError):
+        plan_memory(config_of(corpus, tmp_path, "plan", **settings))

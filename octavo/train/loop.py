@@ -156,8 +156,9 @@ class _Run:
             model.float()  # fp32 shards are the masters; layers are gathered in the run's dtype
         if mesh.tensor_group is not None:
             cutting = cut_linears(model, mesh, config.parallel)
+        if mesh.world_size == 1:
             model.to(mesh.device)
-        if mesh.world_size > 1:
+        else:
             sharding = shard(
                 model,
                 mesh,

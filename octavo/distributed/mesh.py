@@ -42,6 +42,8 @@ class ParallelSection(Config):
         data_parallel_replicate_degree: groups of ranks with a copy of the shards each (HSDP); 1 for none.
         data_parallel_shard_degree: ranks that a model is sharded over (FSDP2); -1 for all that are left.
         tensor_parallel_degree: ranks among which each linear is cut (octavo.parallel.parallelize).
+        tensor_parallel_mode: "gather" for forwards in the bits of one GPU, "reduce" for fewer messages; left out, as
+            parallelize has it: "reduce" unless the numerics are exact.
         context_parallel_degree: 1; more is not supported yet.
         pipeline_parallel_degree: 1; more is not supported yet.
         expert_parallel_degree: 1; more is not supported yet.
@@ -56,6 +58,7 @@ class ParallelSection(Config):
     data_parallel_replicate_degree: PositiveInt = 1
     data_parallel_shard_degree: int = Field(default=-1, ge=-1)
     tensor_parallel_degree: PositiveInt = 1
+    tensor_parallel_mode: Literal["gather", "reduce"] | None = None
     context_parallel_degree: PositiveInt = 1
     pipeline_parallel_degree: PositiveInt = 1
     expert_parallel_degree: PositiveInt = 1
@@ -256,6 +259,10 @@ class Mesh:
         if self.device_mesh is not None:
             dist.barrier()
 
+    def largest_of_slices(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest of what the ranks of a tensor group have found in their slices, free of NaN; all must ask."""
+        return values if self.tensor_group is None else self.tensor_group.largest(values)
+
     def any(self, flag: bool) -> bool:
         """Whether it is so on any rank; all must ask."""
         if self.device_mesh is None:
@@ -282,14 +289,14 @@ class Mesh:
         return [row[:num] for row, num in zip(found, lens, strict=True)]
 
     def gather_objects(self, value: T) -> list[T]:
-        """A small picklable value of each rank, by rank; all must ask."""
+        """A small picklable value of each rank, those of one tensor group too, by rank; all must ask."""
         if self.device_mesh is None:
             return [value]
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, value)
         return found
 
-    def _of_data(self, value: T) -> list[T]:
+    def gather_data_objects(self, value: T) -> list[T]:
         """gather_objects among the ranks with data of their own."""
         if self.device_mesh is None:
             return [value]
@@ -303,7 +310,7 @@ class Mesh:
         Args:
             own: of items rank, rank + world_size, ...; what goes beyond num is left out.
         """
-        everyone = self._of_data(list(own))
+        everyone = self.gather_data_objects(list(own))
         return [everyone[index % self.world_size][index // self.world_size] for index in range(num)]
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:

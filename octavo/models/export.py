@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from octavo.distributed.cut import Cut
 from octavo.distributed.outcome import is_first, together
 from octavo.distributed.shards import is_distributed, local, rows_of
 from octavo.models.checkpoint import kv_scales, record
@@ -24,13 +25,14 @@ from octavo.models.checkpoint.storage import writing
 from octavo.models.decoder import Decoder
 from octavo.models.tokenizer import Tokenizer
 from octavo.nn import Linear, fp8_state_dict
+from octavo.nn.cut_linear import parameter_cuts
 
 
 class ModelExport:
     """What save_model(model, path) would write now. Of the parameters it holds no copy, of all else it does.
 
     Args:
-        model: sharded by octavo.parallel.shard, or whole.
+        model: sharded by octavo.parallel.shard, cut by octavo.parallel.parallelize, both, or whole.
         tokenizer: as save_model's.
         max_shard_bytes: as save_model's.
         dtype: of the weights in the files; None for the model's own. Where fp32 parameters are masters, gathered in
@@ -54,6 +56,8 @@ class ModelExport:
         self._dtype, self._max_shard_bytes, self._tokenizer = dtype or model.dtype, max_shard_bytes, tokenizer
         self._config = {**model.config.to_hf(), "torch_dtype": str(self._dtype).removeprefix("torch.")}
         self._kv_scales = kv_scales.write(model.kv_scales, kv_scales.attention_modules(self._parameters))
+        self._cuts = parameter_cuts(model)
+        self._has_wholes = model.tensor_group is None or model.tensor_group.rank == 0
         state = {name: tensor.detach().cpu().clone() for name, tensor in fp8_state_dict(model).items()}
         self._record = (model.numerics, high_precision_linears(model), model.weight_version, state)
 
@@ -104,33 +108,37 @@ class ModelExport:
         """This rank's rows of every tensor."""
         pieces = [*self._pieces(values, is_first_rank)]
         if is_first_rank:
-            pieces += [(name, 0, tensor) for name, tensor in self._kv_scales.items()]
+            pieces += [(name, 0, tensor, None) for name, tensor in self._kv_scales.items()]
         with writing(directory), contextlib.ExitStack() as stack:
             opened: dict[str, BinaryIO] = {}
             for file_name, layout in layouts.items():
-                for name, first_row, rows in pieces:
+                for name, first_row, rows, cut in pieces:
                     if name not in layout.starts:
                         continue
                     if file_name not in opened:
                         opened[file_name] = stack.enter_context((directory / file_name).open("r+b"))
                     # converted one at a time, where it is written: the share never exists twice
                     value = rows if name in self._kv_scales else rows.to(self._dtype)
-                    write_rows(opened[file_name], layout.starts[name], first_row, value)
+                    write_rows(opened[file_name], layout.starts[name], first_row, value, cut)
             for file in opened.values():
                 file.flush()
                 os.fsync(file.fileno())
 
     def _pieces(
         self, values: Mapping[str, torch.Tensor], is_first_rank: bool
-    ) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """(Hugging Face's name, first row, rows) of what this rank writes: its shards; the first, what is whole."""
+    ) -> Iterator[tuple[str, int, torch.Tensor, Cut | None]]:
+        """(Hugging Face's name, first row, rows, their columns) of what this rank writes: its shards and slices; the
+        first one, what is whole.
+        """
         for parameter in self._parameters:
-            value = values[parameter.name]
-            if not (_is_first_copy(value) if is_distributed(value) else is_first_rank):
+            value, cut = values[parameter.name], self._cuts.get(parameter.name)
+            is_own = _is_first_copy(value) if is_distributed(value) else is_first_rank or cut is not None
+            if not is_own or (cut is None and not self._has_wholes):
                 continue
-            held = local(value)
-            for name, first_row, rows in parameter.overlaps(*rows_of(value)[:2]):
-                yield name, first_row, held[rows]
+            held, (first, num, _) = local(value), rows_of(value)
+            for begin, own in [(first, slice(0, num))] if cut is None else cut.pieces(first, num):
+                for name, first_row, rows in parameter.overlaps(begin, own.stop - own.start):
+                    yield name, first_row, held[own][rows], cut
 
 
 def reshard(model: torch.nn.Module) -> None:

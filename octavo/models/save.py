@@ -34,8 +34,8 @@ def save_model(
 ) -> None:
     """Write config.json, safetensors files, the tokenizer, and a folder `octavo/` with the model's numerics.
 
-    Of a model that octavo.parallel.shard has sharded every rank writes its own rows, as dialect "bf16": all ranks call
-    this, with one path on a file system that they share.
+    Of a model that octavo.parallel.shard has sharded, or parallelize cut, every rank writes its own rows and columns,
+    as dialect "bf16": all ranks call this, with one path on a file system that they share.
 
     Args:
         path: the checkpoint directory to make. It may exist if it is empty or if octavo wrote it, and is then
@@ -63,11 +63,11 @@ def save_model(
     if dialect not in DIALECTS:
         raise CheckpointError(f"dialect must be one of {', '.join(DIALECTS)}, got {dialect!r}")
     reshard(model)
-    if has_dtensors(model):
+    if model.tensor_group is not None or has_dtensors(model):
         if dialect != "bf16":
             raise ConfigError(
-                f"a sharded model is written as 'bf16', got dialect={dialect!r}; write that, and quantize it in one "
-                "process (octavo quantize)"
+                f"a sharded or cut model is written as 'bf16', got dialect={dialect!r}; write that, and quantize it in "
+                "one process (octavo quantize)"
             )
         ModelExport(model, tokenizer, max_shard_bytes=max_shard_bytes).write(path, group=everyone())
         return

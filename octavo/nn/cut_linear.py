@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from octavo.distributed.cut import Cut
 from octavo.distributed.tensor_group import TensorGroup
 from octavo.errors import ConfigError, RecipeError, ShapeError
 from octavo.nn.autocast_context import effective_recipe
@@ -35,6 +36,7 @@ class CutLinear(Linear):
         cut_dim: "in" or "out", the dim of the weight that is cut.
         mode: how sums over in_features are made, "gather" or "reduce".
         repeats_rows: ranks share some of the rows, which then cannot be trained.
+        cut: where the weight lies in the whole one; None where parallelize has not made it.
     """
 
     is_cut = True
@@ -42,6 +44,12 @@ class CutLinear(Linear):
     cut_dim: CutDim
     mode: TensorMode
     repeats_rows = False
+    cut: Cut | None = None
+
+    def is_sliced(self, role: str) -> bool | None:
+        """Whether each rank sees a slice of what an observer gets as `role`; None where it sees a part of a sum."""
+        summed, alike = ("grad_input", "input") if self.cut_dim == "out" else ("output", "grad_output")
+        return None if role == summed else role != alike
 
     def _set_up(self, group: TensorGroup, mode: TensorMode, cut_dim: CutDim) -> None:
         self.tensor_group, self.mode, self.cut_dim = group, mode, cut_dim
@@ -53,7 +61,13 @@ class CutLinear(Linear):
             return super()._new_source(version, codes)
         return CutWeight(self.parts, version, False, self.tensor_group, self.cut_dim)
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Refuse what a slice cannot compute, or not train where gradients are enabled: what a forward does first.
+
+        Raises:
+            RecipeError: its mode does not go with the recipe, or with exact numerics.
+            ConfigError: it is trained, and ranks share rows of it.
+        """
         recipe = effective_recipe(self.recipe)
         if self.mode == "gather" and recipe.delayed is not None:
             raise RecipeError(
@@ -117,7 +131,7 @@ class ColumnLinear(CutLinear):
 
     def forward(self, x: torch.Tensor, *, bias_to: list[torch.Tensor | None] | None = None) -> torch.Tensor:
         """x [..., K], the same on all ranks -> [..., N / G] of x's dtype; [..., N] with gather_output."""
-        self._check()
+        self.check()
         out = super().forward(self.tensor_group.share(x) if torch.is_grad_enabled() else x, bias_to=bias_to)
         if not self.gather_output:
             return out
@@ -126,7 +140,7 @@ class ColumnLinear(CutLinear):
     def infer_codes(
         self, rows: QuantizedTensor, plan: LinearPlan, dtype: torch.dtype, *, with_bias: bool = True
     ) -> torch.Tensor:
-        self._check()
+        self.check()
         return super().infer_codes(rows, plan, dtype, with_bias=with_bias)
 
     def may_take_codes(self, recipe: Recipe) -> bool:
@@ -184,7 +198,7 @@ class RowLinear(CutLinear):
             raise ShapeError(
                 f"the last dim of x must be this rank's {self.num_columns} columns, got shape {tuple(x.shape)}"
             )
-        self._check()
+        self.check()
         flat, recipe = x.reshape(-1, self.num_columns), effective_recipe(self.recipe)
         if self.mode == "reduce":
             bias: list[torch.Tensor | None] = []
@@ -201,7 +215,7 @@ class RowLinear(CutLinear):
         self, rows: QuantizedTensor, plan: LinearPlan, dtype: torch.dtype, *, with_bias: bool = True
     ) -> torch.Tensor:
         """See Linear; rows are this rank's columns."""
-        self._check()
+        self.check()
         group = self.tensor_group
         if self.mode == "gather":
             own = super().infer_codes(group.gather_codes(rows), plan, dtype, with_bias=with_bias)
@@ -240,6 +254,27 @@ def check_mode(mode: TensorMode) -> TensorMode:
     if mode not in TENSOR_MODES:
         raise ConfigError(f"mode must be one of {TENSOR_MODES}, got {mode!r}")
     return mode
+
+
+def parameter_cuts(model: nn.Module) -> dict[str, Cut]:
+    """Where the parameters lie of which each tensor-parallel rank has a slice, by name.
+
+    Raises:
+        ConfigError: a linear that parallelize has not cut.
+    """
+    cuts = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, CutLinear):
+            continue
+        if module.cut is None:
+            raise ConfigError(
+                f"{name} was made as a slice, so where it lies in a whole linear is not known; checkpoints are of "
+                "models that octavo.parallel.parallelize has cut"
+            )
+        cuts[f"{name}.weight"] = module.cut
+        if module.cut_dim == "out":
+            cuts[f"{name}.bias"] = module.cut.vector
+    return cuts
 
 
 def sliced_parameters(model: nn.Module) -> tuple[TensorGroup | None, frozenset[str]]:

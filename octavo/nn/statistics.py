@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from octavo.errors import RecipeError
 from octavo.nn.autocast_context import effective_recipe
+from octavo.nn.cut_linear import CutLinear, sliced_parameters
 from octavo.nn.linear import Linear
 from octavo.nn.overrides import select
 from octavo.numerics.formats import format_of
@@ -82,7 +83,9 @@ class TensorStatistics:
         end_step: the first one after it that is not; None has no end.
         first_step: the number of the step that comes first (a resumed run's).
         gather: gives every rank the value of each, by rank; called at the end of each observed step, whose rows are
-            then those of all ranks' micro-batches. None for one process, or for this rank's alone.
+            then those of all ranks' micro-batches. None for one process, or for this rank's alone. Slices of
+            tensor-parallel ranks are taken together, and what they have alike once; a sum of their parts (the dgrad of
+            a ColumnLinear, say) has no row.
     Raises:
         RecipeError: an unknown name, no linear of octavo's, or a linear that has an observer already.
     """
@@ -110,6 +113,7 @@ class TensorStatistics:
         self._sums: dict[tuple[str, str], _Sums] = {}
         self._rows: list[StatisticsRow] = []
         self._step = first_step
+        self._tensor_group, _ = sliced_parameters(model)
         self._gather = gather or (lambda own: [own])
         self._hooks: list[RemovableHandle] = []
         self._in_training = False
@@ -177,11 +181,20 @@ class TensorStatistics:
         key = _TENSOR_OF[role]
         if key not in self._tensors or tensor.numel() == 0 or (role in _FORWARD and not self._in_training):
             return
+        if not self._is_counted(linear, role):
+            return
         if role == "weight":
             tensor = tensor.to(torch.bfloat16)  # what a weight is quantized from
         sums = _Sums.of(tensor.detach(), decoded(linear, role, codes))
         known = self._sums.get((name, key))
         self._sums[name, key] = sums if known is None else known.merge(sums)
+
+    def _is_counted(self, linear: Linear, role: str) -> bool:
+        """Whether what this tensor-parallel rank sees goes into the rows of all."""
+        if self._tensor_group is None:
+            return True
+        is_sliced = linear.is_sliced(role) if isinstance(linear, CutLinear) else False
+        return bool(is_sliced) or (is_sliced is False and self._tensor_group.rank == 0)
 
 
 def decoded(

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from octavo.distributed.cut import Cut
 from octavo.distributed.shards import check_fits, fill, is_distributed, local, rows_of, shard_of, whole
 from octavo.errors import CheckpointError
 from octavo.ops.adamw import BLOCK, STATE_DTYPES
@@ -70,6 +71,32 @@ def described(param: torch.Tensor, group: Mapping[str, Any]) -> _Described:
     elif param.dtype != torch.float32 and group["master_weights"] == "remainder":
         state["remainder"] = (shape, torch.int16)
     return state
+
+
+def cut_of(key: str, cut: Cut) -> Cut | None:
+    """Where a tensor of the state lies whose parameter is a tensor-parallel rank's slice; None where it lies nowhere.
+
+    Args:
+        key: the tensor's name in the state; scales go with the elements that share them.
+        cut: of the parameter.
+    Returns:
+        None for scales of blocks that several ranks have parts of.
+    """
+    if key not in _SCALES:
+        return cut
+    size, shape, begin = _row_size(cut.shape), _scale_shape(cut.shape), 0
+    if size % BLOCK == 0:
+        columns = cut.columns and slice(cut.columns.start // BLOCK, cut.columns.stop // BLOCK)
+        is_whole = cut.columns is None or cut.columns.start % BLOCK == cut.columns.stop % BLOCK == 0
+        return Cut(shape, cut.rows, columns) if is_whole else None
+    blocks = []
+    for rows in cut.rows:  # of a slice's blocks and of the whole's, which begin at its own first element
+        first, stop = rows.start * size, rows.stop * size
+        if cut.columns is not None or first % BLOCK or begin % BLOCK or (stop % BLOCK and rows.stop < cut.shape[0]):
+            return None
+        blocks.append(slice(first // BLOCK, -(-stop // BLOCK)))
+        begin += stop - first
+    return Cut(shape, tuple(blocks))
 
 
 def is_kept_whole(param: torch.Tensor, group: Mapping[str, Any]) -> bool:

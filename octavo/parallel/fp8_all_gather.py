@@ -101,6 +101,8 @@ def _why_not(linear: Linear) -> str:
         return "experts' codes are not gathered yet"
     if scaling.block_size[0] != scaling.block_size[1]:
         return f"the backward of {scaling.kind} reads codes of other scales, which would double the bytes"
+    if linear.is_cut and scaling.is_per_tensor:
+        return "its scale is of the slices of several tensor-parallel ranks"
     if recipe.delayed is not None and not weight.requires_grad:  # type: ignore[union-attr, operator]
         return "a frozen weight's delayed scale is made from the whole weight"
     reason = _why_not_cut(linear)

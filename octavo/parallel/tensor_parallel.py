@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from octavo.distributed.cut import Cut
 from octavo.distributed.tensor_group import TensorGroup
 from octavo.errors import ConfigError, ShapeError
 from octavo.models.decoder import Decoder
@@ -187,6 +188,8 @@ def _cut(
     for name in ("recipe", "exact", "observer", "saves_input", "follows_autocast"):
         setattr(made, name, getattr(linear, name))
     made.full_name = linear.full_name
+    is_wide = columns == slice(0, linear.in_features)
+    made.cut = Cut((linear.out_features, linear.in_features), rows, None if is_wide else columns)
     if linear.input_scale is not None:
         made.set_input_scale(linear.input_scale)
     if linear.bias is not None:
@@ -197,6 +200,8 @@ def _cut(
     else:
         operands = linear.source.held()  # type: ignore[union-attr]
         made.load_quantized([_cut_codes(operands, each, columns) for each in rows])
+    if state := linear.held_state():
+        made.load_state(state)  # amaxes of all ranks, a column a part
     return made
 
 

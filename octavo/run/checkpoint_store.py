@@ -28,8 +28,8 @@ from octavo.models.checkpoint.atomic import shared_directory
 from octavo.models.checkpoint.storage import writing
 from octavo.models.export import ModelExport
 from octavo.models.tokenizer import Tokenizer, tokenizer_fingerprint
+from octavo.parallel.checkpoint import Cuts, load_state, save_state
 from octavo.parallel.checkpoint import load_file as load_rows
-from octavo.parallel.checkpoint import load_state, save_state
 from octavo.parallel.staging import HostCopies
 from octavo.run.atomic import remove_directory, remove_leftovers, write_atomic
 from octavo.run.manifest import MANIFEST, find_damage, make_manifest
@@ -44,6 +44,7 @@ _STATE, _DESCRIPTION = "trainer.safetensors", "trainer.json"
 _PREFIX = "step-"
 BUFFER = "buffer."  # begins the names of a state's tensors that others than the optimizer write
 _Tensors = Mapping[str, torch.Tensor]
+_UNCUT: Cuts = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,26 +66,29 @@ class Checkpoint:
         """Optimizer steps done."""
         return int(self.description["step"])
 
-    def load_state(self, like: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    def load_state(
+        self, like: Mapping[str, torch.Tensor] | None = None, cuts: Cuts = _UNCUT
+    ) -> dict[str, torch.Tensor]:
         """The state that was saved, by one process or by any number of ranks; a collective of the store's mesh.
 
         Args:
             like: this run's state, whose values are replaced in place; each rank reads its rows of a DTensor alone.
                 Names that it lacks are left out. None reads everything, whole, to the CPU.
+            cuts: where those lie that are slices of tensor-parallel ranks.
         Returns:
             name -> tensor, of `like` itself; a plain one that was saved in another shape or dtype as it was saved.
         Raises:
-            CheckpointError: it cannot be read; a sharded tensor was saved in another shape or dtype.
+            CheckpointError: it cannot be read; a sharded or cut tensor was saved in another shape or dtype.
         """
         own: dict[str, torch.Tensor] = {}
-        together(self.group, lambda: own.update(self._read(like)))
+        together(self.group, lambda: own.update(self._read(like, cuts)))
         return own
 
-    def _read(self, like: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+    def _read(self, like: Mapping[str, torch.Tensor] | None, cuts: Cuts) -> dict[str, torch.Tensor]:
         if (self.path / SHARDS).is_dir():
-            return load_state(self.path / SHARDS, like)
+            return load_state(self.path / SHARDS, like, cuts)
         if like is not None:
-            return load_rows(self.path / _STATE, like)
+            return load_rows(self.path / _STATE, like, cuts)
         try:
             return load_file(self.path / _STATE)
         except (OSError, SafetensorError) as error:
@@ -138,14 +142,17 @@ class CheckpointStore:
         description: Mapping[str, Any],
         state: Mapping[str, torch.Tensor],
         write_model: Callable[[Path], None] | ModelExport,
+        cuts: Cuts = _UNCUT,
     ) -> Path:
         """Write a checkpoint; a kill at any moment leaves the older ones and LATEST as they were.
 
         Args:
             description: plain JSON values; "step" names the directory.
-            state: name -> tensor; DTensors are written by their shards, plain ones must be equal on all ranks.
+            state: name -> tensor; DTensors are written by their shards, those of `cuts` by their pieces, others must be
+                equal on all ranks.
             write_model: writes the servable checkpoint into the (new) directory that it is given. Several ranks, and
                 saves in the background, take a ModelExport.
+            cuts: where those of `state` lie that are slices of tensor-parallel ranks (MasterAdamW.state_cuts).
         Returns:
             The checkpoint's directory, which a save in the background makes later.
         Raises:
@@ -158,13 +165,13 @@ class CheckpointStore:
         path = self.path_of(description["step"])
         parameters = write_model.tensors if isinstance(write_model, ModelExport) else {}
         if self._background is None:
-            self._save(path, description, state, write_model, parameters)
+            self._save(path, description, state, cuts, write_model, parameters)
             return path
         # where one rank lacks the memory none saves
         others = {name: tensor for name, tensor in state.items() if name.startswith(BUFFER)}
         copy = functools.partial(self._copies.copy, state, parameters, is_open=self._is_open, at_once=others)
         state, parameters = all_do(self._group, copy)
-        written = (path, dict(description), state, write_model, parameters)
+        written = (path, dict(description), state, cuts, write_model, parameters)
         self._pending = self._background.submit(self._save_copies, *written)
         return path
 
@@ -194,6 +201,7 @@ class CheckpointStore:
         path: Path,
         description: Mapping[str, Any],
         state: _Tensors,
+        cuts: Cuts,
         write_model: Callable[[Path], None] | ModelExport,
         parameters: _Tensors,
     ) -> None:
@@ -203,7 +211,7 @@ class CheckpointStore:
                     write_model.write(directory / MODEL_DIR, parameters, self._group)
                 else:
                     write_model(directory / MODEL_DIR)
-                self._write_state(directory, state)
+                self._write_state(directory, state, cuts)
                 self._write_descriptions(directory, description)
             together(self._group, lambda: self._point_to(path) if is_first(self._group) else None)
         except StorageError as error:
@@ -211,9 +219,9 @@ class CheckpointStore:
             left = "there is no earlier one" if last is None else f"the last good one is {last}"
             raise StorageError(error.errno, f"checkpoint of step {description['step']}: {error}; {left}") from error
 
-    def _write_state(self, directory: Path, state: _Tensors) -> None:
+    def _write_state(self, directory: Path, state: _Tensors, cuts: Cuts) -> None:
         if self._group is not None:
-            save_state(state, directory / SHARDS, self._group)
+            save_state(state, directory / SHARDS, self._group, cuts)
             return
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, directory / _STATE)
 

@@ -46,7 +46,7 @@ def _of_ranks(found: str | None, mesh: Mesh) -> str | None:
     """What the first rank has found that has found something."""
     everywhere = mesh.gather_objects(found)
     rank = next((rank for rank, text in enumerate(everywhere) if text is not None), None)
-    return None if rank is None else f"rank {rank}: {everywhere[rank]}" if mesh.world_size > 1 else everywhere[rank]
+    return None if rank is None else f"rank {rank}: {everywhere[rank]}" if len(everywhere) > 1 else everywhere[rank]
 
 
 def _first_bad_parameter(model: torch.nn.Module) -> str | None:

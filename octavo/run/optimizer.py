@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 
+from octavo.distributed.cut import Cut
 from octavo.errors import ConfigError
 from octavo.models.decoder import Decoder
 from octavo.nn import mark_weights_updated
-from octavo.nn.cut_linear import sliced_parameters
+from octavo.nn.cut_linear import parameter_cuts, sliced_parameters
 from octavo.numerics.infinity import take_infinity
+from octavo.ops.adamw import BLOCK
+from octavo.optim.state import cut_of
 from octavo.run.sections import OptimizerSection
 from octavo.run.updates import CompactUpdate, FullUpdate, decay_groups
 
@@ -112,6 +115,26 @@ class MasterAdamW(torch.optim.Optimizer):
             moments before the first step or init_state.
         """
         return self._update.state_dict()
+
+    def state_cuts(self) -> dict[str, Cut]:
+        """Where the state_dict's tensors lie whose parameters parallelize has cut, by their names.
+
+        Raises:
+            ConfigError: 8-bit moments of which ranks would share a scale.
+        """
+        of_parameters, cuts = parameter_cuts(self._model), dict[str, Cut]()
+        for name, tensor in self.state_dict().items():
+            key, _, parameter = name.partition(".")
+            if parameter not in of_parameters or not tensor.dim():
+                continue
+            cut = cut_of(key, of_parameters[parameter])
+            if cut is None:
+                raise ConfigError(
+                    f"8-bit moments have a scale for each {BLOCK} neighbouring elements, and tensor-parallel ranks cut "
+                    f"{parameter} in between; set optimizer.state_dtype = 'bf16', or use fewer tensor-parallel ranks"
+                )
+            cuts[name] = cut
+        return cuts
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:  # type: ignore[override]
         """Take masters and moments from a state_dict, and round the parameters from the masters.

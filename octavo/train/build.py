@@ -4,12 +4,16 @@ import functools
 
 import torch
 
+from octavo.distributed.mesh import Mesh, ParallelSection
+from octavo.distributed.tensor_group import TensorGroup
 from octavo.errors import ConfigError
 from octavo.models import Decoder, load_model
 from octavo.models.config import ModelConfig
 from octavo.nn import Linear, convert
 from octavo.nn.checkpoint import checkpoint
+from octavo.nn.cut_linear import CutLinear
 from octavo.numerics import Numerics
+from octavo.parallel import CutReport, parallelize
 from octavo.run.build import build_model_config, watch_routers
 from octavo.train.config import PrecisionSection, RunSection, TrainConfig
 
@@ -59,6 +63,21 @@ def set_precision(model: Decoder, precision: PrecisionSection) -> None:
     model.set_numerics(numerics, ignore=ignore)
     if precision.modules:
         model.conversion_report = convert(model, numerics.recipe, ignore=ignore, overrides=precision.module_recipes())
+
+
+def cut_linears(model: Decoder, ranks: Mesh | TensorGroup, parallel: ParallelSection) -> CutReport:
+    """Cut a model among ranks as a [parallel] section says.
+
+    Raises:
+        ConfigError: the model is not one that these ranks can cut and train.
+        RecipeError: its recipe does not go with the mode.
+        ShapeError: the ranks do not divide it.
+    """
+    report = parallelize(model, ranks, mode=parallel.tensor_parallel_mode)
+    for module in model.modules():
+        if isinstance(module, CutLinear):
+            module.check()
+    return report
 
 
 def recompute_layers(model: Decoder, run: RunSection) -> None:

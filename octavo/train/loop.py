@@ -19,7 +19,7 @@ from octavo.models.export import ModelExport
 from octavo.nn import ConversionReport
 from octavo.nn.load_balance import metrics_of
 from octavo.nn.router_watch import RouterWatch
-from octavo.parallel import ShardReport, shard
+from octavo.parallel import CutReport, ShardReport, shard
 from octavo.run.atomic import move_aside
 from octavo.run.build import find_device, watch_routers
 from octavo.run.checkpoint_store import CheckpointStore, flatten
@@ -31,7 +31,7 @@ from octavo.run.stopping import StopRequest, stop_on_signals
 from octavo.run.tensorboard import TENSORBOARD_DIR
 from octavo.run.trainer_state import restore, trainer_state
 from octavo.run.write_failures import WriteFailures
-from octavo.train.build import DTYPES, build_model
+from octavo.train.build import DTYPES, build_model, cut_linears
 from octavo.train.config import TrainConfig
 from octavo.train.dataset import Dataset, load_dataset
 from octavo.train.evaluate import perplexity, validation_loss
@@ -109,7 +109,6 @@ def train(
     """
     check_writable(config.run.dir, "run.dir")
     find_device(config.run.device)
-    config.parallel.refuse_tensor("octavo train")
     mesh = Mesh.from_config(config.parallel, config.run.device)
     run = _Run.build(config, mesh)
     check_writable(config.run.dir, "run.dir", num_bytes=run.num_checkpoint_bytes)
@@ -135,11 +134,12 @@ class _Run:
     store: CheckpointStore
     routers: RouterWatch
     mesh: Mesh
+    cutting: CutReport | None
     sharding: ShardReport | None
 
     @classmethod
     def build(cls, config: TrainConfig, mesh: Mesh) -> Self:
-        device = mesh.device if mesh.world_size == 1 else torch.device("cpu")  # of where it is sharded from
+        device = mesh.device if mesh.device_mesh is None else torch.device("cpu")  # where it is cut and sharded
         check_agreement(dict(flatten(config.model_dump(mode="json"), "config.")) | describe_process())
         mesh.own_share(config.data.num_micro_batches)
         if not config.model.path:
@@ -151,20 +151,27 @@ class _Run:
         check_agreement({"the data": dataset.fingerprint})
         tokenizer = dataset.tokenizer
         model = build_model(config, tokenizer.vocab_size, tokenizer.eos_id, device)
-        sharding = None
-        if mesh.world_size > 1:  # fp32 shards are the masters; layers are gathered in the run's dtype
+        cutting, sharding = None, None
+        if mesh.world_size > 1 and config.optimizer.master_weights == "fp32":
+            model.float()  # fp32 shards are the masters; layers are gathered in the run's dtype
+        if mesh.tensor_group is not None:
+            cutting = cut_linears(model, mesh, config.parallel)
+        if mesh.world_size == 1:
+            model.to(mesh.device)
+        else:
             sharding = shard(
-                model.float() if config.optimizer.master_weights == "fp32" else model,
+                model,
                 mesh,
                 reduction=config.parallel.reduction,
                 param_dtype=DTYPES[config.precision.dtype],
                 all_gather_dtype="fp8" if config.parallel.all_gather_dtype == "fp8" else None,
             )
         optimizer, is_async = MasterAdamW(model, config.optimizer), config.checkpoint.async_mode == "async"
+        optimizer.state_cuts()  # what it refuses is refused before the first step
         folder = config.run.dir / CHECKPOINTS
         store = CheckpointStore(folder, config.checkpoint.keep, mesh, is_async=is_async, optimizer=optimizer)
         routers = watch_routers(model, config.model, measures=True)
-        return cls(config, dataset, model, optimizer, store, routers, mesh, sharding)
+        return cls(config, dataset, model, optimizer, store, routers, mesh, cutting, sharding)
 
     def train(self, on_step: Callable[[Row], None] | None, progress: bool, resume: bool) -> TrainResult:
         """Train to the end, or until asked to stop."""
@@ -231,10 +238,13 @@ class _Run:
                 "start over with --no-resume"
             )
         version = int(checkpoint.description["weight_version"])
-        if self.mesh.world_size > 1 and checkpoint.step:
-            self.optimizer.init_state()
-        like = trainer_state(self.model, self.optimizer) if self.mesh.world_size > 1 else None
-        restored = restore(self.model, self.optimizer, checkpoint.load_state(like), version)
+        like = None
+        if self.mesh.device_mesh is not None:
+            if checkpoint.step:
+                self.optimizer.init_state()
+            like = trainer_state(self.model, self.optimizer)
+        state = checkpoint.load_state(like, self.optimizer.state_cuts())
+        restored = restore(self.model, self.optimizer, state, version)
         if checkpoint.step == self.config.run.steps:
             return checkpoint.step, [f"{change}: without effect, for no step is left" for change in changes]
         return checkpoint.step, [f"resuming after step {checkpoint.step} of {checkpoint.path}", *changes, *restored]
@@ -248,10 +258,11 @@ class _Run:
     @property
     def place(self) -> str:
         """Where it is trained, for a person."""
-        if self.mesh.world_size == 1:
+        tensor = 1 if self.mesh.tensor_group is None else self.mesh.tensor_group.size
+        if self.mesh.world_size * tensor == 1:
             return str(self.model.device)
         replicas = f", {self.mesh.num_replicas} replicas" if self.mesh.num_replicas > 1 else ""
-        return f"{self.mesh.world_size} ranks ({self.model.device.type}{replicas})"
+        return f"{self.mesh.world_size * tensor} ranks ({self.model.device.type}{replicas})"
 
     def introduction(self) -> list[str]:
         """What is about to be trained, for a person."""
@@ -266,6 +277,7 @@ class _Run:
             f"recipe {recipe}: {len(report.fp8_names)} of {len(report.rows)} linears in FP8, "
             f"{report.fp8_flop_share:.1%} of linear FLOPs",
             *overridden,
+            *([] if self.cutting is None else [str(self.cutting)]),
             *([] if self.sharding is None else [self.sharding.summary]),
             *self.dataset.summary,
         ]
@@ -312,7 +324,7 @@ class _Run:
     def router_metrics(self) -> dict[str, float]:
         """See RouterWatch.metrics; of all ranks' micro-batches."""
         sums = self.routers.take()
-        found = self.mesh.gather_objects(None if sums is None else sums.cpu())
+        found = self.mesh.gather_data_objects(None if sums is None else sums.cpu())
         of_ranks = [each for each in found if each is not None]
         return metrics_of(torch.stack(of_ranks).sum(dim=0)) if of_ranks else {}
 
@@ -333,6 +345,7 @@ class _Run:
             describe(step, self.config, self.model, self.dataset),
             trainer_state(self.model, self.optimizer),
             self.export(),
+            self.optimizer.state_cuts(),
         )
         return step
 

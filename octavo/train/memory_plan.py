@@ -10,15 +10,16 @@ from pathlib import Path
 
 import torch
 
+from octavo.distributed.tensor_group import TensorGroup
 from octavo.errors import CheckpointError
 from octavo.models import Decoder
 from octavo.models.config import ModelConfig
 from octavo.models.tokenizer import load_tokenizer
-from octavo.nn import Linear
+from octavo.nn import Linear, RowLinear
 from octavo.ops.logprob.chunks import chunk_len
 from octavo.run.build import build_model_config, find_device
 from octavo.run.sections import OptimizerSection
-from octavo.train.build import DTYPES, check_seq_len, set_precision
+from octavo.train.build import DTYPES, check_seq_len, cut_linears, set_precision
 from octavo.train.config import TrainConfig
 from octavo.train.rank_memory import (
     GATHERED_ROOT,
@@ -82,7 +83,8 @@ class MemoryPlan:
         """
         sums, own = self.total(GRADIENTS, "sums of micro-batches"), self.total(GRADIENTS, "of parameters")
         held = 0 if self.num_micro_batches == 1 else sums or own  # where there are no sums, they add up in place
-        loss, backward = self._sharded_moments() if self.num_ranks > 1 else self._moments()
+        is_sharded = any(row.group == SHARDING for row in self.rows)
+        loss, backward = self._sharded_moments() if is_sharded else self._moments()
         update = max(sums, own) + self.total(TRANSIENT, "optimizer")
         return self.total(STATE) + max(held + loss, (held if sums else 0) + backward, update)
 
@@ -120,6 +122,8 @@ def plan_memory(config: TrainConfig) -> MemoryPlan:
     model = describe_model(config)
     num_tokens = config.data.seq_len * (config.data.micro_batch_size or config.data.batch_size)
     layout = RankShare.of_config(config)
+    if layout.num_tensor > 1:  # without values and process group: this is what a rank holds of it
+        cut_linears(model, TensorGroup(None, 0, layout.num_tensor), config.parallel)
     num_micro_batches = layout.own_micro_batches(config.data.num_micro_batches)
     recomputed = 0
     if config.run.recompute == "full":
@@ -138,7 +142,7 @@ def plan_memory(config: TrainConfig) -> MemoryPlan:
     of_layer = 0 if recomputed == len(model.layers) else sum(row.num_bytes for row in _widest_layer(model, num_tokens))
     return MemoryPlan(
         *(tuple(rows), num_tokens, model.num_params, num_micro_batches),
-        num_ranks=layout.num_ranks,
+        num_ranks=layout.num_ranks * layout.num_tensor,
         layer_bytes=of_layer,
         late_gradient_bytes=late,
     )
@@ -166,7 +170,7 @@ def _architecture(config: TrainConfig) -> ModelConfig:
 
 
 def _state(model: Decoder, optimizer: OptimizerSection, layout: RankShare, codes: int) -> list[PlanRow]:
-    num_params, dtype = layout.own_share(model.num_params), layout.stored_dtype(model.dtype)
+    num_params, dtype = layout.own_share(_num_params(model)), layout.stored_dtype(model.dtype)
     own_master = dtype == torch.float32  # an fp32 parameter is its own
     masters = 0 if own_master else num_params * _MASTER_BYTES[optimizer.master_weights]
     tables = sum(buffer.numel() * buffer.element_size() for _, buffer in model.named_buffers())
@@ -180,6 +184,11 @@ def _state(model: Decoder, optimizer: OptimizerSection, layout: RankShare, codes
         PlanRow(STATE, "amax histories", "fp32", sum(map(_history_bytes, _linears(model)))),
     ]
     return [row for row in rows if row.num_bytes]
+
+
+def _num_params(model: Decoder) -> int:
+    """Of a cut model those of a rank."""
+    return sum(p.numel() for p in model.parameters())
 
 
 def _linears(model: Decoder) -> list[Linear]:
@@ -204,7 +213,7 @@ def _history_bytes(linear: Linear) -> int:
 
 def _gradients(model: Decoder, optimizer: OptimizerSection, layout: RankShare, num_micro_batches: int) -> list[PlanRow]:
     """The backward's own, and the sums that the optimizer reads."""
-    num_params, dtype = layout.own_share(model.num_params), layout.stored_dtype(model.dtype)
+    num_params, dtype = layout.own_share(_num_params(model)), layout.stored_dtype(model.dtype)
     rows = [PlanRow(GRADIENTS, "of parameters", _name(dtype), num_params * dtype.itemsize)]
     compact = (optimizer.state_dtype, optimizer.master_weights) != ("fp32", "fp32")
     if dtype != torch.float32 and not (compact and num_micro_batches == 1):
@@ -225,8 +234,10 @@ def _transients(
         logits += 4 * architecture.vocab_size * architecture.hidden_size
     # gradients of the MLP's two inner tensors and of three of the layer's width, and their codes in both directions
     of_experts = architecture.num_experts_per_tok * architecture.moe_intermediate_size
-    inner, hidden = max(architecture.intermediate_size, of_experts), architecture.hidden_size
+    inner, hidden = max(architecture.intermediate_size // layout.num_tensor, of_experts), architecture.hidden_size
     layer = num_tokens * (3 * inner + 3 * hidden) * model.dtype.itemsize
+    if any(isinstance(linear, RowLinear) and linear.mode == "gather" for linear in _linears(model)):
+        layer += num_tokens * 2 * architecture.intermediate_size * model.dtype.itemsize  # down_proj's, before it is cut
     if recomputed:
         layer += sum(row.num_bytes for row in _widest_layer(model, num_tokens))
     optimizer = config.optimizer

@@ -25,14 +25,16 @@ class RankShare:
     """How a run is spread over ranks.
 
     Attributes:
-        num_ranks: of the run.
-        num_shards: ranks that a parameter is cut over.
+        num_ranks: of the run, those of one tensor group counted once.
+        num_shards: ranks that share a parameter, or a slice of it.
         has_fp32_shards: what is sharded are fp32 masters, gathered in the run's dtype.
+        num_tensor: ranks among which each linear is cut.
     """
 
     num_ranks: int
     num_shards: int
     has_fp32_shards: bool
+    num_tensor: int = 1
 
     @classmethod
     def of_config(cls, config: TrainConfig) -> Self:
@@ -42,14 +44,14 @@ class RankShare:
             ConfigError: the degrees do not explain torchrun's ranks.
         """
         parallel, place = config.parallel, torchrun_place()
-        parallel.refuse_tensor("octavo train")
+        num_tensor = parallel.tensor_parallel_degree
         if place is None:
             num_shards = max(parallel.data_parallel_shard_degree, 1)  # "all that are left" is this process
             replicas = parallel.data_parallel_replicate_degree
         else:
-            replicas, num_shards, _ = parallel.degrees(place.world_size)
+            replicas, num_shards, num_tensor = parallel.degrees(place.world_size)
         num_ranks = replicas * num_shards
-        return cls(num_ranks, num_shards, num_ranks > 1 and config.optimizer.master_weights == "fp32")
+        return cls(num_ranks, num_shards, num_ranks > 1 and config.optimizer.master_weights == "fp32", num_tensor)
 
     def own_share(self, num_params: int) -> int:
         """Of so many parameters, those on a rank."""
@@ -103,7 +105,7 @@ def late_gradients(model: Decoder) -> int:
 def _split(model: Decoder) -> tuple[int, int, int]:
     """Parameters of the root, of the largest layer, of all layers."""
     of_layers = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
-    return model.num_params - sum(of_layers), max(of_layers), sum(of_layers)
+    return sum(p.numel() for p in model.parameters()) - sum(of_layers), max(of_layers), sum(of_layers)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -82,15 +82,17 @@ def saved_by_layer(layer: DecoderLayer | ParallelDecoderLayer, model: Decoder, n
 
 def _of_attention(attn: Attention, model: Decoder, num_tokens: int) -> list[Saved]:
     config, size, hp = model.config, model.dtype.itemsize, _name(model.dtype)
-    q_dim, kv_dim = config.q_dim, config.kv_dim
+    q_dim, kv_dim = attn.num_heads * attn.head_dim, attn.num_kv_heads * attn.head_dim  # of a rank that cuts them
     # q and k after RoPE, v as a view that holds the whole of qkv, the output, and the log-sum-exps
     attention = num_tokens * (q_dim + kv_dim + (q_dim + 2 * kv_dim) + q_dim) * size
-    rows = [Saved(ATTENTION, hp, attention), Saved(ATTENTION, "fp32", 4 * num_tokens * config.num_heads)]
+    rows = [Saved(ATTENTION, hp, attention), Saved(ATTENTION, "fp32", 4 * num_tokens * attn.num_heads)]
     if config.qk_norm:
-        for dim, heads in ((q_dim, config.num_heads), (kv_dim, config.num_kv_heads)):
+        for dim, heads in ((q_dim, attn.num_heads), (kv_dim, attn.num_kv_heads)):
             rows += _of_norm(num_tokens, dim, heads, model.dtype, shares_input=True)
     out_input = _of_linear(attn.o_proj, num_tokens, model.dtype)
-    return rows if _keeps_input(attn.o_proj) else [*rows, out_input]  # the attention's output is counted already
+    # else the attention's output, which is counted already
+    is_own = not _keeps_input(attn.o_proj) or attn.o_proj.in_features > q_dim
+    return [*rows, out_input] if is_own else rows
 
 
 def _of_mlp(

@@ -75,7 +75,8 @@ def train_step(
         losses.append(loss.detach())
     mesh.at(f"step {step}: gradient norm")
     norm = optimizer.clip_gradients(max_grad_norm)
-    found = mesh.in_order(torch.stack([*losses, take_infinity(model.device)]))
+    infinity = mesh.largest_of_slices(take_infinity(model.device))
+    found = mesh.in_order(torch.stack([*losses, infinity]))
     total = torch.zeros((), device=model.device)
     for of_one in found[: len(batches)]:
         total += of_one

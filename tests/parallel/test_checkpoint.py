@@ -285,7 +285,7 @@ def test_what_one_rank_meets_all_raise_and_nothing_is_left(two: tuple[Path, list
         "full trainer": ["StorageError", "checkpoint of step 4: rank 1: "],
         "raised late": ["StorageError", "checkpoint of step 4: rank 1: "],
         "codes": ["CheckpointError", "codes, and a sharded model is trained from values in high precision"],
-        "dialect": ["ConfigError", "a sharded model is written as 'bf16'"],
+        "dialect": ["ConfigError", "a sharded or cut model is written as 'bf16'"],
         "callable": ["ConfigError", "through a ModelExport"],
         "not shared": ["CheckpointError", f"rank 1: {folder} must be on a file system that all ranks share"],
     }

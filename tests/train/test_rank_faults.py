@@ -7,14 +7,26 @@ import pytest
 
 from octavo.train import train
 from tests.faulty_ranks import start
+from tests.ranks import run_ranks
 
-from .conftest import written
+from .conftest import SIZES, written
 from .test_ranks import config_of, summary
 
 PLACES = ("forward", "gather in step 2: forward", "backward", "gradient norm", "optimizer", "validation", "save")
 
 
-def write(corpus: Path, folder: Path, timeout_s: int = 60) -> Path:
+CUT = {"recipe": "rowwise", "model": {**SIZES, "num_key_value_heads": 2}}
+CUT_PARALLEL = {"tensor_parallel_degree": 2, "tensor_parallel_mode": "gather", "timeout_s": 60}
+
+
+def write(
+    corpus: Path,
+    folder: Path,
+    timeout_s: int = 60,
+    recipe: str = "blockwise",
+    parallel: dict[str, object] | None = None,
+    **sections: dict[str, object],
+) -> Path:
     """A config file of the run that test_ranks holds to one process."""
     return written(
         folder / "run.toml",
@@ -23,8 +35,9 @@ def write(corpus: Path, folder: Path, timeout_s: int = 60) -> Path:
         | {"path": str(corpus), "cache_dir": str(corpus.parent / "cache")},
         run={"steps": 6, "dir": str(folder / "run"), "device": "cpu"},
         schedule={"warmup_steps": 2, "kind": "constant"},
-        precision={"recipe": "blockwise"},
-        parallel={"reduction": "ordered", "timeout_s": timeout_s},
+        precision={"recipe": recipe},
+        parallel=parallel or {"reduction": "ordered", "timeout_s": timeout_s},
+        **sections,
     )
 
 
@@ -50,6 +63,25 @@ def test_a_killed_rank_is_restarted_to_the_same_bits(
     assert summary(tmp_path / "run") == summary(undisturbed)
     (model,) = (tmp_path / "run").glob("checkpoints/step-00000006/model/model.safetensors")
     assert model.read_bytes() == (undisturbed / model.relative_to(tmp_path / "run")).read_bytes()
+
+
+def train_cut(_: int, corpus: str, folder: str) -> None:
+    config = config_of(Path(corpus), Path(folder), parallel=CUT_PARALLEL, **CUT)
+    train(config, progress=False)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("rank", "place"), [(1, "backward"), (0, "gradient norm"), (1, "save")])
+def test_a_killed_rank_of_a_cut_model_is_restarted_to_the_same_bits(
+    rank: int, place: str, corpus: Path, tmp_path: Path
+) -> None:
+    run_ranks(train_cut, 2, str(corpus), str(tmp_path / "undisturbed"))
+    config = write(corpus, tmp_path, parallel=CUT_PARALLEL, **CUT)
+    ended = start(config, "kill", place, restarts=2, rank=rank)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert summary(tmp_path / "run") == summary(tmp_path / "undisturbed")
+    (model,) = (tmp_path / "run").glob("checkpoints/step-00000006/model/model.safetensors")
+    assert model.read_bytes() == (tmp_path / "undisturbed" / model.relative_to(tmp_path / "run")).read_bytes()
 
 
 @pytest.mark.slow

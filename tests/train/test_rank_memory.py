@@ -1,4 +1,4 @@
-"""The planned memory of a rank against every allocation of a real step under FSDP2.
+"""The planned memory of a rank against every allocation of a real step under FSDP2, or of one that cuts linears.
 
 torch's fake process group makes one process rank 0 of two: a backend's own copies are no part of the plan.
 """
@@ -10,8 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from octavo.distributed.shards import local
+from octavo.models import Decoder
+from octavo.run.optimizer import MasterAdamW
 from octavo.train.config import TrainConfig
-from octavo.train.memory_plan import describe_model, plan_memory
+from octavo.train.data import Batch, make_batch
+from octavo.train.memory_plan import ACTIVATIONS, STATE, describe_model, plan_memory
+from octavo.train.memory_report import saved_bytes
 from tests.ranks import run_group
 
 WORLD, SEQ_LEN = 2, 16  # so few tokens that weights are most of what is held
@@ -58,18 +63,12 @@ def most_allocated(config: TrainConfig, mesh: Any) -> int:
     from torch.profiler import ProfilerActivity, profile
 
     from octavo.parallel import shard
-    from octavo.train.data import make_batch
     from octavo.train.step import summed_loss
 
     model = describe_model(config)
     sharded = model.float() if config.optimizer.master_weights == "fp32" else model
     shard(sharded, mesh, reduction="sum", param_dtype=torch.bfloat16)
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.to_local().normal_(0.0, 0.02)  # type: ignore[operator]
-    tokens = np.random.default_rng(0).integers(config.data.vocab_size, size=SEQ_LEN + 1)
-    batch = make_batch([tokens], None)
+    batch = filled(model, config)
 
     def step() -> None:
         summed_loss(model, batch).backward()
@@ -84,7 +83,56 @@ def most_allocated(config: TrainConfig, mesh: Any) -> int:
     return int(sizes.cumsum(0).max())
 
 
+def filled(model: Decoder, config: TrainConfig) -> Batch:
+    """A micro-batch, for a model that has values from here on."""
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local(parameter).normal_(0.0, 0.02)
+    tokens = np.random.default_rng(0).integers(config.data.vocab_size, size=SEQ_LEN + 1)
+    return make_batch([tokens], None)
+
+
 def test_gathered_units_and_reductions_are_predicted() -> None:
     for case, seen in zip(CASES, run_group(observe, 1)[0], strict=True):
         loss, backward = plan_memory(configure(*case))._sharded_moments()
         assert max(loss, backward) == pytest.approx(seen, rel=0.01), case
+
+
+CUTS = [(recipe, mode) for recipe in ("bf16", "blockwise", "rowwise") for mode in ("gather", "reduce")]
+
+
+def configure_cut(recipe: str, mode: str) -> TrainConfig:
+    parallel = {"tensor_parallel_degree": WORLD, "tensor_parallel_mode": mode, "data_parallel_shard_degree": 1}
+    sections = {"precision": {"recipe": recipe}, "parallel": parallel}
+    return TrainConfig.model_validate(configure(2, 1024, {}).model_dump() | sections)
+
+
+def observe_cut(_: int, __: int) -> list[tuple[int, int]]:
+    """Of each case, bytes that a forward saves and bytes that the optimizer keeps."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from octavo.distributed.tensor_group import TensorGroup
+    from octavo.parallel import parallelize
+
+    dist.destroy_process_group()
+    models = [describe_model(configure_cut(*case)) for case in CUTS]
+    for model, (_, mode) in zip(models, CUTS, strict=True):
+        parallelize(model, TensorGroup(None, 0, WORLD), mode=mode)  # type: ignore[arg-type]
+    dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+    found = []
+    for model, case in zip(models, CUTS, strict=True):
+        batch = filled(model, configure_cut(*case))
+        optimizer = MasterAdamW(model, configure_cut(*case).optimizer)
+        optimizer.init_state()
+        found.append((saved_bytes(model, batch), sum(t.nbytes for t in optimizer.state_dict().values() if t.dim())))
+    return found
+
+
+def test_what_a_rank_that_cuts_linears_holds_is_predicted() -> None:
+    for case, (saved, kept) in zip(CUTS, run_group(observe_cut, 1)[0], strict=True):
+        plan = plan_memory(configure_cut(*case))
+        assert plan.total(ACTIVATIONS) == pytest.approx(saved, rel=0.1), case
+        assert plan.total(STATE, "master weights", "moments") == pytest.approx(kept, rel=0.001), case
+        assert plan.num_ranks == 2

@@ -89,13 +89,14 @@ FLAGS = (
     Flag("--log-interval", int, "Steps between rows of metrics.", "metrics.log_every"),
     Flag("--eval-interval", int, "Steps between validations.", "metrics.eval_every"),
     Flag("--eval-iters", int, "Batches in a validation."),
+    Flag("--tensor-model-parallel-size", int, "Ranks that cut each linear.", "parallel.tensor_parallel_degree"),
     Flag("--recompute-granularity", str, "full: keep a layer's input; selective: recompute nothing.", choices=_KEPT),
     Flag("--recompute-activations", bool, "Old name of --recompute-granularity selective."),
     Flag("--recompute-method", str, "With full: every layer, or the first ones.", choices=("uniform", "block")),
     Flag("--recompute-num-layers", int, "With block: how many layers; with uniform: 1."),
 )
 
-_ONE_MACHINE = "octavo train runs one process"
+_NO_RANKS = "octavo train does not spread that over ranks"
 _ALWAYS = "octavo's decoder is always so; leave it out"
 _NO_EXPERT_PADDING = "experts' rows are padded as their recipe's GEMMs need it; leave it out"
 _NO_CAPACITY = "every token reaches its experts: there is no capacity"
@@ -104,15 +105,15 @@ _ROUTER = "the router is a softmax over all experts, whose chosen probabilities 
 REFUSED: dict[str, tuple[bool, str]] = {
     "--fp16": (False, "octavo trains in bf16, which needs no loss scale; use --bf16, or octavo.amp for fp16 models"),
     "--loss-scale": (True, "bf16 and FP8 recipes need no loss scale"),
-    "--fp8-param-gather": (False, f"{_ONE_MACHINE}: no parameters are gathered"),
-    "--tp-only-amax-red": (False, f"{_ONE_MACHINE}: no amax is reduced"),
+    "--fp8-param-gather": (False, "set parallel.all_gather_dtype = 'fp8' in the config file"),
+    "--tp-only-amax-red": (False, "amaxes of delayed scaling are those of all ranks; leave it out"),
     "--fp8-dot-product-attention": (False, "attention is trained in bf16: no library has its FP8 backward on Hopper"),
     "--fp8-multi-head-attention": (False, "attention is trained in bf16: no library has its FP8 backward on Hopper"),
     "--fp8-output-proj": (False, "lm_head stays in high precision, so that sampled logprobs keep their bits"),
     "--te-precision-config-file": (True, "give precision.modules in the config file instead"),
     "--fp8-quantizer-factory": (True, "quantizers are octavo.Scaling's; choose --fp8-recipe"),
     "--keep-fp8-transpose-cache": (False, "both layouts of a weight are kept for a weight version anyway"),
-    "--reuse-grad-buf-for-mxfp8-param-ag": (False, f"{_ONE_MACHINE}: no parameters are gathered"),
+    "--reuse-grad-buf-for-mxfp8-param-ag": (False, "no MXFP8 codes are gathered; leave it out"),
     "--moe-router-padding-for-fp8": (False, _NO_EXPERT_PADDING),
     "--moe-router-padding-for-quantization": (False, _NO_EXPERT_PADDING),
     "--moe-shared-expert-intermediate-size": (True, "octavo's decoder has no shared experts"),
@@ -129,12 +130,12 @@ REFUSED: dict[str, tuple[bool, str]] = {
     "--moe-router-dtype": (True, "the router's logits are fp32; leave it out"),
     "--moe-router-load-balancing-type": (True, "the loss is Megatron's aux_loss; leave it out"),
     "--moe-input-jitter-eps": (True, "the router's input has no noise; leave it out"),
-    "--moe-token-dispatcher-type": (True, f"{_ONE_MACHINE}: no tokens are sent"),
+    "--moe-token-dispatcher-type": (True, "experts are whole on every rank: no tokens are sent"),
     "--moe-permute-fusion": (False, "tokens are always sorted by one kernel; leave it out"),
     "--fp4-format": (True, "set precision.recipe = 'nvfp4' in the config file: it is emulated"),
     "--fp4-recipe": (True, "set precision.recipe = 'nvfp4' in the config file: it is emulated"),
-    "--sequence-parallel": (False, _ONE_MACHINE),
-    "--use-distributed-optimizer": (False, _ONE_MACHINE),
+    "--sequence-parallel": (False, "tensor-parallel ranks hold whole activations between linears; leave it out"),
+    "--use-distributed-optimizer": (False, "FSDP2 shards: set parallel.data_parallel_shard_degree in the config file"),
     "--optimizer": (True, "the optimizer is AdamW"),
     "--lr-decay-iters": (True, "the decay always ends at the last step, --train-iters"),
     "--lr-warmup-fraction": (True, "give --lr-warmup-iters"),
@@ -155,10 +156,9 @@ REFUSED: dict[str, tuple[bool, str]] = {
 }
 # flags that may say 1 and nothing else -> why
 ONLY_ONE = {
-    "--tensor-model-parallel-size": _ONE_MACHINE,
-    "--pipeline-model-parallel-size": _ONE_MACHINE,
-    "--context-parallel-size": _ONE_MACHINE,
-    "--expert-model-parallel-size": _ONE_MACHINE,
-    "--expert-tensor-parallel-size": _ONE_MACHINE,
+    "--pipeline-model-parallel-size": _NO_RANKS,
+    "--context-parallel-size": _NO_RANKS,
+    "--expert-model-parallel-size": _NO_RANKS,
+    "--expert-tensor-parallel-size": _NO_RANKS,
     "--fp8-interval": "scales are updated at every step (Megatron ignores the flag)",
 }

@@ -11,6 +11,8 @@ from typing import BinaryIO
 
 import torch
 
+from octavo.distributed.cut import Cut
+
 _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 _ALIGNMENT = 8
 
@@ -60,15 +62,21 @@ def lay_out(tensors: Mapping[str, torch.Tensor]) -> FileLayout:
     return FileLayout(header, {name: len(header) + begin for name, begin in offsets.items()}, len(header) + end)
 
 
-def write_rows(file: BinaryIO, start: int, first_row: int, rows: torch.Tensor) -> None:
-    """Write some rows of a tensor to their place.
+def write_rows(file: BinaryIO, start: int, first_row: int, rows: torch.Tensor, cut: Cut | None = None) -> None:
+    """Write some rows of a tensor, or of a range of its columns, to their place.
 
     Args:
         file: open for reading and writing.
         start: where the tensor begins.
         first_row: the first one's number.
         rows: [rows, ...] on any device, in the file's dtype.
+        cut: which columns these are.
     """
     dense = rows.detach().cpu().contiguous()
+    if cut is not None and cut.columns is not None:
+        for index, row in enumerate(dense):
+            file.seek(start + ((first_row + index) * cut.shape[1] + cut.columns.start) * row.element_size())
+            file.write(memoryview(row.view(torch.uint8).numpy()))  # type: ignore[arg-type]
+        return
     file.seek(start + first_row * dense[:1].nbytes)
     file.write(memoryview(dense.view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]

@@ -183,9 +183,10 @@ def test_command_takes_flags_over_file_and_set(
     )
     monkeypatch.setattr("octavo.cli.train.print_result", lambda result: None)
     flags = ["--train-iters", "70", "--fp8-format=hybrid", "--fp8-margin", "0", "--bf16", "--clip-grad", "0"]
-    said = run_octavo("train", config, "--set", "run.steps=60", *flags, "--tensor-model-parallel-size", "1").err
+    said = run_octavo("train", config, "--set", "run.steps=60", *flags, "--tensor-model-parallel-size", "2").err
     assert (seen[0].run.steps, seen[0].precision.recipe, seen[0].precision.amax_history_len) == (70, "delayed", 1)
     assert seen[0].optimizer.max_grad_norm == 0.0
+    assert seen[0].parallel.tensor_parallel_degree == 2
     assert "precision.recipe = 'delayed'" in said and "precision.amax_history_len = 1" in said
     assert run_octavo("train", config).code == 0
     assert (seen[1].run.steps, seen[1].precision.recipe) == (50, "blockwise")
@@ -197,7 +198,8 @@ def test_command_refuses(tmp_path: Path, run_octavo: RunOctavo) -> None:
     for flags, named in (
         ("--fp8-recipe blockwise", "--fp8-recipe has no effect"),
         ("--fp8-param-gather", "--fp8-param-gather is refused"),
-        ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 is refused"),
+        ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2 is refused"),
+        ("--sequence-parallel", "--sequence-parallel is refused: tensor-parallel ranks hold whole activations"),
         ("--fp8-format e5m2", "hybrid"),
     ):
         ended = run_octavo("train", config, *flags.split())

@@ -80,7 +80,7 @@ def _add_admin_routes(app: FastAPI, fleet: Fleet, admin_key: str) -> None:
     async def reset_prefix_cache(request: Request) -> dict[str, str]:
         check_key(request, (admin_key,))
         replicas = [replica for replica in fleet.replicas if replica.is_ready]  # others begin with an empty one
-        key = [(b"host", b"127.0.0.1"), (b"authorization", f"Bearer {admin_key}".encode())]
+        key = [(b"authorization", f"Bearer {admin_key}".encode())]
         order = upstream.Request(b"POST", b"/admin/reset_prefix_cache", key)
         for replica in replicas:
             fleet.balance.forget(replica.index)

@@ -3,8 +3,9 @@
 import logging
 from collections.abc import AsyncIterator
 
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as ClientRequest
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from octavo.serve.http.answer import event_of, unless_disconnected
 from octavo.serve.http.body import read_bytes
@@ -23,6 +24,8 @@ _OF_A_CONNECTION = frozenset(
         *(b"expect", b"date", b"server"),
     )
 )
+# upstream.Exchange says them itself
+_OF_A_REQUEST = frozenset((b"host", b"content-length"))
 # other routes have no body, and what is sent to them is not read
 _WITH_BODY = frozenset(("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"))
 _EVENT_END = b"\n\n"
@@ -47,7 +50,7 @@ class Proxy:
         Raises:
             ApiError: before anything was sent: 401, 408, 413, or 502 for a replica that ended.
             UnavailableError: no replica takes requests.
-            ClientDisconnect: the client has gone; what a replica did for it is ended.
+            ClientDisconnect: the client has gone, before anything was sent; what a replica did for it is ended.
         """
         client = ClientRequest(scope, receive)
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
@@ -55,9 +58,20 @@ class Proxy:
         if scope["method"] == "POST" and scope["path"] in _WITH_BODY:
             check_key(client, self._config.api_keys)
             body = await read_bytes(client, self._config)
-        headers = [(name, value) for name, value in _passed_on(scope["headers"]) if name != b"content-length"]
+        headers = [(name, value) for name, value in _passed_on(scope["headers"]) if name not in _OF_A_REQUEST]
         request = Request(scope["method"].encode(), target, headers, body)
-        await unless_disconnected(client, self._answer(request, send))
+        has_begun = False
+
+        async def send_on(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await unless_disconnected(client, self._answer(request, send_on))
+        except ClientDisconnect:
+            if not has_begun:
+                raise
 
     async def _answer(self, request: Request, send: Send) -> None:
         while True:  # until no replica is left: one that cannot be reached is not chosen again
@@ -116,7 +130,7 @@ async def _whole_events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _passed_on(headers: Headers) -> list[tuple[bytes, bytes]]:
-    return [(name, value) for name, value in headers if name.lower() not in _OF_A_CONNECTION]
+    return [(name, value) for name, value in headers if name not in _OF_A_CONNECTION]
 
 
 def _lost(replica: Replica, error: LostReplicaError) -> ApiError:

@@ -191,7 +191,7 @@ class Replica:
     async def _look(self) -> str:
         """What it says of itself; "silent" if it says nothing that can be understood."""
         try:
-            status, body = await fetch(self.port, Request(b"GET", b"/ready", [(b"host", b"127.0.0.1")]), LOOK_S)
+            status, body = await fetch(self.port, Request(b"GET", b"/ready"), LOOK_S)
             state = str(json.loads(body)["status"])
         except UnreachableError:
             return "starting" if self._ready_since is None else "silent"

@@ -26,7 +26,7 @@ class LostReplicaError(Exception):
 
 
 class Request(NamedTuple):
-    """A request. target: path and query. headers: without those of the connection and the body's length."""
+    """A request. target: path and query. headers: without host, length, and those of a connection."""
 
     method: bytes
     target: bytes
@@ -51,7 +51,7 @@ class Exchange:
 
     async def begin(self, request: Request) -> None:
         """Send the request and read the answer's head."""
-        own = [(b"content-length", str(len(request.body)).encode()), (b"connection", b"close")]
+        own = [(b"host", b"127.0.0.1"), (b"content-length", str(len(request.body)).encode()), (b"connection", b"close")]
         head = h11.Request(method=request.method, target=request.target, headers=[*request.headers, *own])
         for event in (head, h11.Data(data=request.body), h11.EndOfMessage()):
             self._writer.write(self._connection.send(event) or b"")
@@ -62,7 +62,7 @@ class Exchange:
             response = await self._next_event()
         if not isinstance(response, h11.Response):
             raise LostReplicaError("it ended the connection without an answer")
-        self.status, self.headers = response.status_code, response.headers.raw_items()
+        self.status, self.headers = response.status_code, [*response.headers]
 
     async def parts(self) -> AsyncIterator[bytes]:
         """The body as it comes; the end without an error is the whole body's end."""

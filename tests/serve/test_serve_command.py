@@ -55,7 +55,10 @@ def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_
         (["--num-kv-pages", "1000000000"], "num_kv_pages=1000000000 takes"),
         (["--data-parallel-size", "0"], "Invalid value for '--data-parallel-size'"),
         (["-dp=2", "--max-num-seqs", "0"], "max_num_seqs must be an integer of at least 1"),
-        (["--pipeline-parallel-size", "2"], "give tensor_parallel_size, make one LLM a GPU, or start octavo serve --da"),
+        (
+            ["--pipeline-parallel-size", "2"],
+            "give tensor_parallel_size, make one LLM a GPU, or start octavo serve --da",
+        ),
         (["--tensor-parallel-size", "2", "--tensor-parallel-mode", "sum"], "mode must be one of ('gather', 'reduce')"),
         (["--swap-space"], "octavo serve: --swap-space needs a value"),
         (["--enable-auto-tool-choice"], "does not take --enable-auto-tool-choice; octavo renders no tools"),

@@ -106,7 +106,7 @@ async def _ask(replica: Replica, order: upstream.Request) -> None:
     """
     try:
         status, body = await upstream.fetch(replica.port, order, ADMIN_S)
-    except (upstream.UnreachableError, upstream.LostReplicaError) as error:
+    except (upstream.UnreachableError, upstream.LostReplicaError, OSError) as error:
         raise ApiError(502, f"replica {replica.index}: {error}; send it again", code="replica_lost") from error
     if status != 200:
         text = body.decode(errors="replace")

@@ -82,7 +82,7 @@ async def _scrape(replica: Replica) -> str:
     """A replica's text, or "" where it gives none."""
     try:
         status, body = await fetch(replica.port, Request(b"GET", b"/metrics"), SCRAPE_S)
-    except (UnreachableError, LostReplicaError) as error:
+    except (UnreachableError, LostReplicaError, OSError) as error:
         logger.warning("replica %d gave no metrics: %s", replica.index, error)
         return ""
     return body.decode() if status == 200 else ""

@@ -7,6 +7,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as ClientRequest
 from starlette.types import Message, Receive, Scope, Send
 
+from octavo.serve.engine.request import UnavailableError
 from octavo.serve.http.answer import event_of, unless_disconnected
 from octavo.serve.http.body import read_bytes
 from octavo.serve.http.config import ServerConfig
@@ -86,6 +87,8 @@ class Proxy:
                 replica.state = "silent"
             except LostReplicaError as error:
                 raise _lost(replica, error) from error
+            except OSError as error:
+                raise UnavailableError(f"no connection to a replica can be made: {error}; try again later") from error
 
 
 async def _pass_on(replica: Replica, sent: Exchange, send: Send) -> None:

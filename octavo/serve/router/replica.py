@@ -142,11 +142,12 @@ class Replica:
         self.state, self.exit_code, self._ready_since = "starting", None, None
         self._on_start(self.index)
         self._process = process = await self._start()
-        watch = asyncio.create_task(self._watch(process))
         try:
-            self.exit_code = await process.wait()
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(self._watch(process))
+                self.exit_code = await process.wait()
+                watch.cancel()
         finally:
-            watch.cancel()
             self.state = "ended"
             if process.returncode is None:  # the router itself ends
                 process.kill()
@@ -198,6 +199,9 @@ class Replica:
         except (LostReplicaError, ValueError, TypeError, KeyError) as error:
             logger.warning("replica %d gave no answer at /ready: %s", self.index, error or type(error).__name__)
             return "silent"
+        except OSError as error:  # the router lacks something, which says nothing of the replica
+            logger.error("replica %d cannot be asked: %s", self.index, error)
+            return self.state
         return state if (status == 200) == (state == "serving") else "silent"
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import resource
 from collections.abc import Callable
 
 import torch
@@ -22,6 +23,7 @@ from octavo.serve.router.replica import Replica
 # time that a replica has to end when its requests have
 END_S = 30.0
 _TICK_S = 0.05
+OPEN_FILES = 1 << 16
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ def run_router(
     """
     listener = bind(host, port)
     announce(listener, host, config)
+    _raise_open_files()
     balance = Balance(len(devices))
     order = (build_engine, dataclasses.replace(config, access_log=False))  # a request is logged once, here
     replicas = [Replica(index, order, each, balance.forget) for index, each in enumerate(devices)]
@@ -59,6 +62,14 @@ def run_router(
     counts = [sum(getattr(each, name) for each in replicas) for name in ("num_routed", "num_failures", "num_restarts")]
     logger.info("%d requests routed; %d lost with their replica; %d restarts", *counts)
     return 1 if server.was_cut_short else 0
+
+
+def _raise_open_files() -> None:
+    """Let this process have more sockets: a request takes two, the client's and the replica's."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def split_devices(size: int, gpus_each: int, device: torch.device) -> list[str | None]:

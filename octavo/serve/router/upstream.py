@@ -85,10 +85,11 @@ async def exchange(port: int, request: Request) -> AsyncIterator[Exchange]:
     Raises:
         UnreachableError: nobody listens.
         LostReplicaError: at the start, or within the block.
+        OSError: this process has no socket left.
     """
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=_PART_BYTES)
-    except OSError as error:
+    except ConnectionError as error:
         raise UnreachableError(str(error)) from error
     # a close without it tells a replica nothing until it sends something
     writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
@@ -106,6 +107,7 @@ async def fetch(port: int, request: Request, timeout_s: float) -> tuple[int, byt
     Raises:
         UnreachableError: nobody listens.
         LostReplicaError: no HTTP answer, or none in time.
+        OSError: as exchange.
     """
     try:
         async with asyncio.timeout(timeout_s), exchange(port, request) as sent:

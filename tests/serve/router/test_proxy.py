@@ -132,6 +132,23 @@ def test_a_request_that_reached_nobody_goes_to_another_replica() -> None:
     run(test())
 
 
+def test_a_router_without_sockets_loses_no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    async def test() -> None:
+        async with fleet_of(whole(200, {})) as fleet:
+            with monkeypatch.context() as patch:
+                patch.setattr(asyncio, "open_connection", fail)
+                status, _, body = await Client(fleet).answer()
+                assert status == 503 and b"no connection to a replica can be made: [Errno 24]" in body
+                assert await fleet.replicas[0]._look() == "serving"
+                assert (await Client(fleet).answer("GET", "/metrics"))[0] == 200
+            assert (await Client(fleet).answer())[0] == 200
+
+    run(test())
+
+
 def test_a_client_that_goes_ends_its_request_at_the_replica() -> None:
     is_over = asyncio.Event()
 

@@ -67,11 +67,14 @@ def both_ready(url: str) -> None:
     asyncio.run(wait())
 
 
-def replicas_of(process: Process) -> list[int]:
-    """The process ids of a router's replicas."""
-    return [
-        int(pid) for pid in Path(f"/proc/{process.popen.pid}/task/{process.popen.pid}/children").read_text().split()
-    ]
+def children(pid: int) -> list[int]:
+    """The processes that a process has started; a router's are its replicas."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+
+
+def is_rank(pid: int) -> bool:
+    return b"octavo.serve.tensor_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 @pytest.mark.slow
@@ -136,7 +139,7 @@ def test_a_replica_that_is_killed_under_load(router: Process) -> None:
     """Every request has its end, the other replica goes on, and the dead one comes back."""
     router.wait_until_ready()
     both_ready(router.url)
-    victim = replicas_of(router)[0]
+    victim = children(router.popen.pid)[0]
     outcomes: Counter[str] = Counter()
     is_over = asyncio.Event()
 
@@ -185,10 +188,60 @@ def outcome_of(answer: httpx.Response) -> str:
 
 
 @pytest.mark.nightly
+def test_a_replica_whose_tensor_parallel_rank_is_killed_is_started_again(checkpoint: Path) -> None:
+    with two_replicas(checkpoint, "--tensor-parallel-size", "2") as router:
+        router.wait_until_ready()
+        both_ready(router.url)
+        victim = next(pid for each in children(router.popen.pid) for pid in children(each) if is_rank(pid))
+        os.kill(victim, signal.SIGKILL)
+
+        async def ask() -> Counter[int]:
+            statuses: Counter[int] = Counter()
+            async with httpx.AsyncClient(base_url=router.url, timeout=60) as client:
+                while 500 not in statuses:  # the replica finds out by its next step
+                    answer = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 4})
+                    statuses[answer.status_code] += 1
+                while [*(await client.get("/ready")).json()["replicas"].values()].count("serving") == 2:
+                    await asyncio.sleep(0.05)
+                await until_ready(client)
+            return statuses
+
+        assert asyncio.run(ask()).keys() <= {200, 500}
+        router.popen.send_signal(signal.SIGTERM)
+        code, log = router.end()
+    assert code == 0 and re.search(r"replica \d ended with exit code 1; it starts again in 1 s", log), log
+
+
+@pytest.mark.nightly
+def test_a_second_signal_ends_what_is_unfinished(router: Process) -> None:
+    router.wait_until_ready()
+    both_ready(router.url)
+
+    async def stop() -> list[httpx.Response]:
+        fields = {"prompt": "a", "max_tokens": 500, "n": 64, "ignore_eos": True}
+        async with httpx.AsyncClient(base_url=router.url, timeout=60) as client:
+            posts = [client.post("/v1/completions", json=fields | {"stream": stream}) for stream in (True, False)]
+            asking = [asyncio.create_task(post) for post in posts]
+            while (await client.get("/health")).json()["requests_in_flight"] < 2:
+                await asyncio.sleep(0.005)
+            for _ in range(2):
+                router.popen.send_signal(signal.SIGINT)
+                while (await client.get("/health")).json()["status"] != "draining":
+                    await asyncio.sleep(0.005)
+            return await asyncio.gather(*asking)
+
+    streamed, whole = asyncio.run(stop())
+    assert streamed.text.endswith("data: [DONE]\n\n") and '"error"' in streamed.text
+    assert whole.status_code == 503 and "shut down" in whole.text
+    code, log = router.end()
+    assert code == 1 and "2 requests are not finished in time and are ended" in log, log
+
+
+@pytest.mark.nightly
 def test_replicas_end_with_a_router_that_is_killed(router: Process) -> None:
     router.wait_until_ready()
     both_ready(router.url)
-    pids = replicas_of(router)
+    pids = children(router.popen.pid)
     assert len(pids) == 2
     router.popen.kill()
     router.end()  # reads standard error to its end, which the replicas have open too

@@ -56,7 +56,7 @@ class Fleet:
 
     async def join(self, timeout_s: float) -> bool:
         """Wait for the end of all; False if it has not come by then."""
-        return not (await asyncio.wait(self._tasks, timeout=timeout_s))[1]
+        return not self._tasks or not (await asyncio.wait(self._tasks, timeout=timeout_s))[1]
 
     async def close(self) -> None:
         """End all at once."""

@@ -77,6 +77,11 @@ def torchrun_place() -> TorchrunPlace | None:
     return TorchrunPlace(rank, local_rank, world_size, _read("TORCHELASTIC_RESTART_COUNT", _parse_count, default=0))
 
 
+def visible_devices() -> list[str]:
+    """`CUDA_VISIBLE_DEVICES`: the GPUs that CUDA shows, in its order; empty where it is unset."""
+    return _read("CUDA_VISIBLE_DEVICES", lambda text: [name.strip() for name in text.split(",")], default=[])
+
+
 def set_cublas_workspace() -> None:
     """`CUBLAS_WORKSPACE_CONFIG`, where it is unset: cuBLAS's sums then have one order, from its first use on."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent
 HOMES = {
     "triton": r"octavo\.ops(\.\w+)+\.triton(\.\w+)*|octavo\.testing\.\w+",
     "transformers": r"octavo\.models\.(checkpoint(\.\w+)*|tokenizer)",
-    "fastapi": r"octavo\.serve\.http(\.\w+)*",
-    "uvicorn": r"octavo\.serve\.http(\.\w+)*",
+    "fastapi": r"octavo\.serve\.(http|router)(\.\w+)*",
+    "uvicorn": r"octavo\.serve\.(http|router)(\.\w+)*",
     "onnx": r"octavo\.qdq\.onnx(\.\w+)*",
     "bench": r"octavo\.cli\.bench",
     "lm_eval": r"octavo\.integrations\.lm_eval",

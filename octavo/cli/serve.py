@@ -47,6 +47,7 @@ def command(
     device: options.Device = None,
     tensor_parallel_size: options.TensorParallelSize = 1,
     tensor_parallel_mode: options.TensorParallelMode = None,
+    data_parallel_size: options.DataParallelSize = 1,
     max_num_seqs: options.MaxNumSeqs = 256,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
     max_model_len: options.MaxModelLen = None,
@@ -103,6 +104,11 @@ def command(
     asked = Asked(model, tokenizer, how, limits, warm_up, kv_scale_margin, chat_template, dtype)
     asked = dataclasses.replace(asked, tensor_parallel=(tensor_parallel_size, tensor_parallel_mode))
     asked.check()  # before anybody is told that something listens, and before minutes of loading
+    if data_parallel_size > 1:
+        from octavo.serve.router import run_router, split_devices
+
+        devices = split_devices(data_parallel_size, tensor_parallel_size, chosen_device(device))
+        raise typer.Exit(run_router(asked.build, config, host, port, devices=devices))
     raise typer.Exit(run_server(asked.build, config, host, port))
 
 

@@ -51,6 +51,9 @@ TensorParallelSize = Annotated[
 TensorParallelMode = Annotated[
     str | None, typer.Option(help="gather (one GPU's bits) or reduce; gather by default with --exact.")
 ]
+DataParallelSize = Annotated[
+    int, typer.Option(min=1, help="Replicas of the server behind this port, each a process with GPUs of its own.")
+]
 
 # The engine
 

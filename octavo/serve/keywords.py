@@ -137,7 +137,7 @@ def _note(call: str, name: str, value: Any) -> None:
         logger.info("%s: %s=%.80r is taken and changes nothing here", call, name, value)
 
 
-_ONE_GPU = "give tensor_parallel_size, or make one LLM, or start one octavo serve, a GPU"
+_ONE_GPU = "give tensor_parallel_size, make one LLM a GPU, or start octavo serve --data-parallel-size"
 _LOCAL = "octavo reads local folders and downloads nothing: download the checkpoint first and give its path"
 _NO_LORA = "octavo runs no LoRA adapters: merge them into the weights first"
 _NO_BEAMS = "octavo has no beam search: sample n answers with logprobs=0 and keep the best cumulative_logprob"

@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> None:
     """Load, say so, join the others, repeat."""
     fd, rank, port, parent = map(int, arguments)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 drains, and then hangs up
-    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
+    threading.Thread(target=follow, args=(parent,), daemon=True).start()
     calls = Connection(fd)
     (order,) = calls.recv()
     try:
@@ -86,8 +86,8 @@ class Repeater:
                 self._requests = {i: each for i, each in self._requests.items() if not each.is_finished}
 
 
-def _follow(parent: int) -> None:
-    """End with rank 0, also while this rank waits for it in a collective."""
+def follow(parent: int) -> None:
+    """End with the process that started this one, also while another thread waits in a collective."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)

@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,8 +53,12 @@ def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_
         (["--dtype", "half"], "dtype must be 'auto', 'bfloat16' or 'float32', got 'half'"),
         (["--quantization", "awq"], "leave it out: a checkpoint's own format is read from its config.json"),
         (["--num-kv-pages", "1000000000"], "num_kv_pages=1000000000 takes"),
-        (["--data-parallel-size", "2"], "does not take --data-parallel-size 2; give tensor_parallel_size, or make one"),
-        (["-dp=2"], "octavo serve does not take --data-parallel-size 2"),
+        (["--data-parallel-size", "0"], "Invalid value for '--data-parallel-size'"),
+        (["-dp=2", "--max-num-seqs", "0"], "max_num_seqs must be an integer of at least 1"),
+        (
+            ["--pipeline-parallel-size", "2"],
+            "give tensor_parallel_size, make one LLM a GPU, or start octavo serve --da",
+        ),
         (["--tensor-parallel-size", "2", "--tensor-parallel-mode", "sum"], "mode must be one of ('gather', 'reduce')"),
         (["--swap-space"], "octavo serve: --swap-space needs a value"),
         (["--enable-auto-tool-choice"], "does not take --enable-auto-tool-choice; octavo renders no tools"),
@@ -132,12 +138,12 @@ def test_options_of_vllm_that_ask_for_what_is_so_anyway_are_taken(
         raise BackendError("far enough")
 
     monkeypatch.setattr(Asked, "check", check)
-    harmless = ("--trust-remote-code", "--data-parallel-size=1", "--swap-space", "4", "--disable-log-requests")
+    harmless = ("--trust-remote-code", "--pipeline-parallel-size=1", "--swap-space", "4", "--disable-log-requests")
     ours = ("--kv_cache_dtype=fp8", "--max_model_len", "64", "-q", "fp8", "--torch-dtype", "float32", "--enforce-eager")
     ours += ("--max-seq-len=64",)  # by two names, with one value
     *notes, error = run_octavo("serve", *harmless, "--model", tmp_path, *ours).err.splitlines()
     assert found == [tmp_path, "fp8", "fp8", "float32", 64, True]
-    names = ("--trust-remote-code", "--data-parallel-size", "--swap-space", "--disable-log-requests")
+    names = ("--trust-remote-code", "--pipeline-parallel-size", "--swap-space", "--disable-log-requests")
     assert notes == [f"{name} is taken and changes nothing here" for name in names]
     assert error == "error: far enough"
 
@@ -211,6 +217,24 @@ def test_former_names_of_options_are_taken_with_a_warning(
     warned = run_octavo("serve", tmp_path, *options).err
     said = f"warning: {options[0].partition('=')[0]} leaves octavo with the next release; use {ours}\n" if ours else ""
     assert (tuple(found), warned) == (wanted, said)
+
+
+def test_replicas_are_told_what_one_server_would_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_octavo: RunOctavo
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(make_config("llama", num_layers=1).to_hf()))
+    found: list[Any] = []
+
+    def run(build: Any, config: ServerConfig, *address: object, devices: list[str | None]) -> int:
+        found.extend((pickle.loads(pickle.dumps(build)).__self__, config, address, devices))
+        return 3
+
+    monkeypatch.setattr("octavo.serve.router.run_router", run)
+    options = ("--device", "cpu", "--max-num-seqs", "7", "--port", "1234", "--max-n", "5", "-tp", "2")
+    assert run_octavo("serve", tmp_path, "--data-parallel-size", "3", *options).code == 3
+    asked, config, address, devices = found
+    assert (asked.model, asked.limits.max_num_seqs, asked.tensor_parallel) == (tmp_path, 7, (2, None))
+    assert (config.max_n, address, devices) == (5, ("127.0.0.1", 1234), [None] * 3)
 
 
 def test_the_former_name_of_a_servers_limit_is_taken_with_a_warning() -> None:

@@ -92,7 +92,7 @@ class Answer:
         if stream:
             return _EventStream(self._events(deltas), deltas)
         try:
-            return JSONResponse(await _unless_disconnected(request, self._whole(deltas)))
+            return JSONResponse(await unless_disconnected(request, self._whole(deltas)))
         finally:
             deltas.close()
 
@@ -127,9 +127,9 @@ class Answer:
                 events, written = written, []
                 yield "".join(events)
             if self._include_usage:
-                yield _event(head | {"choices": [], "usage": self._usage(deltas)})
+                yield event_of(head | {"choices": [], "usage": self._usage(deltas)})
         except Exception as error:  # the status was sent long ago: the stream itself must say it
-            yield "".join([*written, _event(as_api_error(error).body())])
+            yield "".join([*written, event_of(as_api_error(error).body())])
             if not isinstance(error, ApiError):
                 raise
         finally:
@@ -211,10 +211,10 @@ async def compile_schema(request: Request, service: Service, params: SamplingPar
     if params.schema_text is None:
         return None
     grammars = service.ready_engine().grammars
-    return await _unless_disconnected(request, service.schemas.compile(grammars, params.schema_text))
+    return await unless_disconnected(request, service.schemas.compile(grammars, params.schema_text))
 
 
-async def _unless_disconnected(request: Request, work: Any) -> Any:
+async def unless_disconnected(request: Request, work: Any) -> Any:
     """What the coroutine returns, or ClientDisconnect as soon as the client goes."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(request))
     try:
@@ -234,5 +234,6 @@ async def _disconnect(request: Request) -> None:
         pass
 
 
-def _event(content: dict[str, Any]) -> str:
+def event_of(content: dict[str, Any]) -> str:
+    """A stream's event."""
     return f"data: {_json(content)}\n\n"

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from octavo.config import did_you_mean
+from octavo.serve.http.config import ServerConfig
 from octavo.serve.http.errors import ApiError
 from octavo.serve.http.schema import ADVICE, MAX_LOGIT_BIASES, Body
 from octavo.serve.http.service import get_service
@@ -38,12 +39,7 @@ def body_of(schema: type[T]) -> Callable[[Request], Awaitable[T]]:
             # any web page may send other types to a server on this machine; for this one a browser asks first
             raise ApiError(415, f"the content type must be application/json, got {content_type!r}")
         service = get_service(request)
-        config = service.config
-        try:
-            async with asyncio.timeout(config.body_timeout_s):
-                raw = await _read_bytes(request, config.max_body_bytes)
-        except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {config.body_timeout_s:g} s") from None
+        raw = await read_bytes(request, service.config)
         if len(raw) > SHORT:
             service.ready_engine()  # the workers have its tokenizer
         return await service.texts.run(len(raw), parse_body, schema, raw)
@@ -96,7 +92,20 @@ def _check_sizes(content: dict[str, Any]) -> None:
         raise ApiError(400, f"{text}{MAX_REST_BYTES} are the most", name[:50], "invalid_value")
 
 
-async def _read_bytes(request: Request, limit: int) -> bytes:
+async def read_bytes(request: Request, config: ServerConfig) -> bytes:
+    """The body.
+
+    Raises:
+        ApiError: 408 and 413 for one that is too slow or too large.
+    """
+    try:
+        async with asyncio.timeout(config.body_timeout_s):
+            return await _read_up_to(request, config.max_body_bytes)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {config.body_timeout_s:g} s") from None
+
+
+async def _read_up_to(request: Request, limit: int) -> bytes:
     too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:

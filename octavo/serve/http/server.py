@@ -48,17 +48,30 @@ def run_server(
         ConfigError: the address cannot be had. Whatever build_engine raises.
     """
     listener = bind(host, port)
+    announce(listener, host, config)
+    return serve_at(listener, build_engine, config)
+
+
+def serve_at(
+    listener: socket.socket,
+    build_engine: Callable[[], Engine],
+    config: ServerConfig,
+    *,
+    ends_with_engine: bool = False,
+) -> int:
+    """run_server at a socket that is bound; see there.
+
+    Args:
+        ends_with_engine: end when the engine has failed, instead of saying so at /health from then on.
+    """
     app = build_app(lambda: _built(build_engine), config)
     service: Service = app.state.service
-    settings = settings_of(app, config)
-    server = DrainingServer(settings, service.engine.loop, config.drain_timeout_s, service.schemas.stop)
-    shown = f"[{host}]" if ":" in host else host
-    logger.info("listening at http://%s:%d for %s", shown, listener.getsockname()[1], ", ".join(config.model_names))
-    if host not in ("127.0.0.1", "::1", "localhost") and not config.api_keys:
-        logger.warning("%s can be reached from other machines and no API key is set; see --api-key", host)
+    settings, loop = settings_of(app, config), service.engine.loop
+    server = DrainingServer(
+        settings, loop, config.drain_timeout_s, service.schemas.stop, ends_with_engine=ends_with_engine
+    )
     with contextlib.closing(listener), _interpreter_restored():
         asyncio.run(server.serve(sockets=[listener]))
-    loop = service.engine.loop
     if loop.error is not None and not loop.is_built:
         raise loop.error
     return _close_the_books(loop, server.was_cut_short)
@@ -85,6 +98,14 @@ def _interpreter_restored() -> Iterator[None]:
         sys.setswitchinterval(interval)
         if not had_frozen:
             gc.unfreeze()
+
+
+def announce(listener: socket.socket, host: str, config: ServerConfig) -> None:
+    """Log where a server listens, and whether anybody can use it."""
+    shown = f"[{host}]" if ":" in host else host
+    logger.info("listening at http://%s:%d for %s", shown, listener.getsockname()[1], ", ".join(config.model_names))
+    if host not in ("127.0.0.1", "::1", "localhost") and not config.api_keys:
+        logger.warning("%s can be reached from other machines and no API key is set; see --api-key", host)
 
 
 def settings_of(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
@@ -119,29 +140,8 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-class DrainingServer(uvicorn.Server):
-    """A uvicorn server that stays up while the engine finishes, and answers 503 meanwhile.
-
-    Args:
-        loop: the engine's.
-        drain_timeout_s: how long it may take.
-        on_drain: called when the drain begins.
-
-    Attributes:
-        was_cut_short: requests were ended before their due end.
-    """
-
-    def __init__(
-        self,
-        settings: uvicorn.Config,
-        loop: EngineLoop,
-        drain_timeout_s: float,
-        on_drain: Callable[[], None] = lambda: None,
-    ) -> None:
-        super().__init__(settings)
-        self.was_cut_short = False
-        self._loop, self._drain_timeout_s, self._on_drain = loop, drain_timeout_s, on_drain
-        self._drain: asyncio.Task[None] | None = None
+class StoppableServer(uvicorn.Server):
+    """A uvicorn server that SIGTERM and SIGINT end by stop()."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -157,6 +157,39 @@ class DrainingServer(uvicorn.Server):
             tasks_loop.remove_signal_handler(number)
 
     def stop(self) -> None:
+        """End; from the event loop's thread."""
+        raise NotImplementedError
+
+
+class DrainingServer(StoppableServer):
+    """A uvicorn server that stays up while the engine finishes, and answers 503 meanwhile.
+
+    Args:
+        loop: the engine's.
+        drain_timeout_s: how long it may take.
+        on_drain: called when the drain begins.
+        ends_with_engine: see serve_at.
+
+    Attributes:
+        was_cut_short: requests were ended before their due end.
+    """
+
+    def __init__(
+        self,
+        settings: uvicorn.Config,
+        loop: EngineLoop,
+        drain_timeout_s: float,
+        on_drain: Callable[[], None] = lambda: None,
+        *,
+        ends_with_engine: bool = False,
+    ) -> None:
+        super().__init__(settings)
+        self.was_cut_short = False
+        self._ends_with_engine = ends_with_engine
+        self._loop, self._drain_timeout_s, self._on_drain = loop, drain_timeout_s, on_drain
+        self._drain: asyncio.Task[None] | None = None
+
+    def stop(self) -> None:
         """Drain, then end; called a second time, end what is unfinished. From the event loop's thread."""
         if self._drain is None:
             logger.info("finishing %d sequences; new requests are refused", self._loop.num_open)
@@ -167,7 +200,8 @@ class DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to end: also if there will never be an engine."""
-        return await super().on_tick(counter) or (self._loop.phase is Phase.FAILED and not self._loop.is_built)
+        is_over = self._loop.phase is Phase.FAILED and (self._ends_with_engine or not self._loop.is_built)
+        return await super().on_tick(counter) or is_over
 
     async def _finish(self) -> None:
         self._loop.drain()

@@ -139,17 +139,22 @@ ServiceOf = Annotated[Service, Depends(_service)]
 
 async def require_api_key(request: Request) -> None:
     """A dependency: refuses a request without one of the API keys."""
-    _require(request, get_service(request).config.api_keys)
+    check_key(request, get_service(request).config.api_keys)
 
 
 async def require_admin_key(request: Request) -> None:
     """A dependency: refuses a request without the admin key."""
     key = get_service(request).config.admin_key
     assert key is not None, "the routes exist with a key alone"
-    _require(request, (key,))
+    check_key(request, (key,))
 
 
-def _require(request: Request, keys: tuple[str, ...]) -> None:
+def check_key(request: Request, keys: tuple[str, ...]) -> None:
+    """Refuse a request that brings none of the keys, where there are any.
+
+    Raises:
+        ApiError: 401.
+    """
     if not keys:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")

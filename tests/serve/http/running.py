@@ -126,13 +126,16 @@ def script(server: Running, ids: list[int]) -> Iterator[None]:
 
 
 @contextmanager
-def running(build: Callable[[], Engine] = make_engine, wait: bool = True, **config: Any) -> Iterator[Running]:
+def running(
+    build: Callable[[], Engine] = make_engine, wait: bool = True, ends_with_engine: bool = False, **config: Any
+) -> Iterator[Running]:
     """Start a server, stop it at the end as SIGTERM would."""
     app = build_app(build, ServerConfig(**{"model_names": (NAME,), "drain_timeout_s": 20.0, **config}))
     service: Service = app.state.service
     settings = settings_of(app, service.config)
     settings.timeout_graceful_shutdown = 5
-    server = QuickServer(settings, service.engine.loop, service.config.drain_timeout_s, service.schemas.stop)
+    loop, drain_timeout_s = service.engine.loop, service.config.drain_timeout_s
+    server = QuickServer(settings, loop, drain_timeout_s, service.schemas.stop, ends_with_engine=ends_with_engine)
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]  # a server that fails at once closes it
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))

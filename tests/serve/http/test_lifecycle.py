@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.errors import ConfigError
 from octavo.serve.engine import Engine
-from octavo.serve.engine.request import Phase
+from octavo.serve.engine.request import LostRankError, Phase
 from octavo.serve.http import ServerConfig, build_app
 from octavo.serve.http.server import bind
 from tests.serve.http.running import Running, make_engine, running
@@ -162,6 +162,18 @@ def test_a_failing_step_ends_its_requests_and_no_others(monkeypatch: pytest.Monk
         assert server.client.get("/health").status_code == 503
         assert server.client.get("/ready").status_code == 503
         assert server.client.get("/metrics").status_code == 200
+
+
+def test_a_replica_ends_with_its_engine_and_answers_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(chunks: object) -> None:
+        raise LostRankError("a rank was killed")
+
+    with running(ends_with_engine=True) as server:
+        monkeypatch.setattr(server.engine.model_runner, "launch", lose)
+        streamed = server.post_meanwhile("/v1/completions", prompt="a", stream=True)
+        server.wait_until(lambda: not server.thread.is_alive())
+        assert "a rank was killed" in streamed.result(30).text
+        assert streamed.result().text.endswith("data: [DONE]\n\n")
 
 
 def test_a_hanging_step_makes_it_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:

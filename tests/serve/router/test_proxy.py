@@ -1,0 +1,261 @@
+"""What a client gets of a replica's answer, and of a replica that ends."""
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from octavo.serve.http.errors import BUSY_RETRY_S
+from tests.serve.router.stubs import EVENT, STREAM, Answer, Client, chunk, fleet_of, raw, whole
+
+LOST = "replica 0 ended while it worked on this request; send it again"
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    async def within_a_time() -> None:
+        async with asyncio.timeout(20):
+            await test
+
+    asyncio.run(within_a_time())
+
+
+def test_an_answer_comes_as_the_replica_gave_it() -> None:
+    head = b"HTTP/1.1 429 X\r\nRetry-After: 7\r\nDate: now\r\nKeep-Alive: 5\r\nContent-Length: 2\r\n\r\n{}"
+
+    async def test() -> None:
+        async with fleet_of(raw(b"HTTP/1.1 100 Continue\r\n\r\n", head)) as fleet:
+            answer = await Client(fleet).answer()
+            assert answer == (429, {"retry-after": "7", "content-length": "2"}, b"{}")
+            assert [fleet.replicas[0].num_routed, fleet.num_in_flight, fleet.replicas[0].load] == [1, 0, 0]
+
+    run(test())
+
+
+def test_what_the_replica_gets() -> None:
+    seen: list[bytes] = []
+
+    async def keep(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append(await reader.readexactly(15))
+        await whole(200, {})(reader, writer)
+
+    async def test() -> None:
+        async with fleet_of(keep) as fleet:
+            await Client(fleet).answer(host="me", authorization="Bearer k", te="trailers", content_length="99")
+            assert seen == [b'{"prompt": "a"}']
+
+    run(test())
+
+
+def test_events_are_passed_on_as_they_come() -> None:
+    gate = asyncio.Event()
+
+    async def stream(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM + chunk(EVENT[:5]) + chunk(EVENT[5:] + b"data: 2"))
+        await gate.wait()
+        writer.write(chunk(b"\n\n") + chunk(b""))
+
+    async def test() -> None:
+        async with fleet_of(stream) as fleet:
+            client = Client(fleet)
+            asking = asyncio.create_task(client.request())
+            assert (await client.messages.get())["status"] == 200
+            assert (await client.messages.get())["body"] == EVENT
+            assert fleet.num_in_flight == 1
+            gate.set()
+            assert (await client.messages.get())["body"] == b"data: 2\n\n"
+            assert not (await client.messages.get()).get("more_body")
+            await asking
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("sent", "passed_on"),
+    [([], b""), ([chunk(EVENT)], EVENT), ([chunk(EVENT), chunk(EVENT[:6])], EVENT), ([b"no chunk\r\n"], b"")],
+    ids=["nothing", "one", "one and a half", "no HTTP"],
+)
+def test_a_stream_that_is_lost_ends_with_an_error_event(sent: list[bytes], passed_on: bytes) -> None:
+    async def test() -> None:
+        async with fleet_of(raw(STREAM, *sent)) as fleet:
+            status, _, body = await Client(fleet).answer()
+            assert status == 200 and body.startswith(passed_on + b'data: {"error":')
+            error, done, end = body.removeprefix(passed_on).split(b"\n\n")
+            assert (done, end) == (b"data: [DONE]", b"")
+            content = json.loads(error.removeprefix(b"data: "))["error"]
+            assert content == {"message": LOST, "type": "server_error", "param": None, "code": "replica_lost"}
+            assert fleet.replicas[0].num_failures == 1 and fleet.num_in_flight == 0
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [raw(), raw(b"SSH-2.0-x\r\n"), raw(b"HTTP/1.1 200 OK\r\n"), raw(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n")],
+    ids=["nothing", "no HTTP", "half a head", "a head"],
+)
+def test_an_answer_that_is_lost_is_a_502(answer: Answer) -> None:
+    async def test() -> None:
+        async with fleet_of(answer, whole(200, {})) as fleet:
+            fleet.replicas[1].load = 1.0
+            status, headers, body = await Client(fleet).answer()
+            assert (status, json.loads(body)["error"]["message"]) == (502, LOST)
+            assert headers["retry-after"] == str(BUSY_RETRY_S)
+            assert [replica.num_routed for replica in fleet.replicas][1] == 0  # it may have begun: nobody else does it
+            assert fleet.replicas[0].num_failures == 1
+
+    run(test())
+
+
+def test_half_a_whole_answer_is_never_ended_as_if_it_were_whole() -> None:
+    async def test() -> None:
+        async with fleet_of(raw(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{")) as fleet:
+            client = Client(fleet)
+            await client.request()
+            messages = [client.messages.get_nowait() for _ in range(client.messages.qsize())]
+            assert [message.get("more_body") for message in messages] == [None, True]
+
+    run(test())
+
+
+def test_a_request_that_reached_nobody_goes_to_another_replica() -> None:
+    async def test() -> None:
+        async with fleet_of(None, whole(200, {"from": 1})) as fleet:
+            assert (await Client(fleet).answer())[2] == b'{"from": 1}'
+            assert [replica.is_ready for replica in fleet.replicas] == [False, True]
+        async with fleet_of(None, None) as fleet:
+            status, headers, body = await Client(fleet).answer()
+            assert status == 503 and "retry-after" in headers
+            assert "no replica takes requests (0 is silent, 1 is silent)" in json.loads(body)["error"]["message"]
+
+    run(test())
+
+
+def test_a_router_without_sockets_loses_no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    async def test() -> None:
+        async with fleet_of(whole(200, {})) as fleet:
+            with monkeypatch.context() as patch:
+                patch.setattr(asyncio, "open_connection", fail)
+                status, _, body = await Client(fleet).answer()
+                assert status == 503 and b"no connection to a replica can be made: [Errno 24]" in body
+                assert await fleet.replicas[0]._look() == "serving"
+                assert (await Client(fleet).answer("GET", "/metrics"))[0] == 200
+            assert (await Client(fleet).answer())[0] == 200
+
+    run(test())
+
+
+def test_a_client_that_goes_ends_its_request_at_the_replica() -> None:
+    is_over = asyncio.Event()
+
+    async def stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM + chunk(EVENT))
+        try:
+            await reader.readexactly(99)
+        except ConnectionResetError:  # at once, not at the next byte that is sent
+            is_over.set()
+
+    async def test() -> None:
+        async with fleet_of(stream) as fleet:
+            client = Client(fleet)
+            asking = asyncio.create_task(client.request())
+            await client.messages.get()
+            client.has_gone.set()
+            await asking
+            await is_over.wait()
+            assert fleet.num_in_flight == 0 and fleet.replicas[0].num_failures == 0
+
+    run(test())
+
+
+def test_a_client_that_reads_slowly_holds_its_replica_up() -> None:
+    sent, part = [], chunk(b"a" * (1 << 16))
+
+    async def stream(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for _ in range(1024):
+            writer.write(part)
+            await writer.drain()
+            sent.append(1)
+        writer.write(chunk(b""))
+
+    async def test() -> None:
+        async with fleet_of(stream) as fleet:
+            client = Client(fleet)
+            client.may_go_on.clear()
+            asking = asyncio.create_task(client.answer())
+            assert not (await asyncio.wait([asking], timeout=0.5))[0]
+            assert len(sent) < 1024 and client.messages.empty()
+            client.may_go_on.set()
+            assert len((await asking)[2]) == 1 << 26
+
+    run(test())
+
+
+def test_a_request_without_a_key_is_refused_before_its_body_is_read() -> None:
+    async def test() -> None:
+        async with fleet_of(whole(200, {})) as fleet:
+            client = Client(fleet, api_keys=("k",))
+            assert (await client.answer(authorization="Bearer wrong"))[0] == 401 and client.num_read == 0
+            assert (await client.answer(authorization="Bearer k"))[0] == 200
+            assert (await Client(fleet, max_body_bytes=1024).answer(body=b"a" * 1025))[0] == 413
+
+    run(test())
+
+
+def test_a_router_that_drains_takes_no_requests() -> None:
+    async def test() -> None:
+        async with fleet_of(whole(200, {})) as fleet:
+            fleet.is_draining = True
+            status, headers, body = await Client(fleet).answer()
+            assert (status, json.loads(body)["error"]["code"]) == (503, "unavailable") and "retry-after" in headers
+            assert (await Client(fleet).answer("GET", "/health"))[0] == 200
+            assert (await Client(fleet).answer("GET", "/ready"))[0] == 503
+
+    run(test())
+
+
+def test_admin_routes() -> None:
+    key = {"authorization": "Bearer k"}
+
+    async def test() -> None:
+        async with fleet_of(whole(200, {}), whole(500, {"error": "no luck"})) as fleet:
+            path = "/admin/reset_prefix_cache"
+            assert (await Client(fleet).answer("POST", path))[0] == 200  # no key, no route: the replica's to refuse
+            client = Client(fleet, admin_key="k")
+            assert (await client.answer("POST", path))[0] == 401
+            status, _, body = await client.answer("POST", path, **key)
+            assert status == 502 and b"replica 1 answered 500" in body and b"no luck" in body
+            fleet.replicas[1].state = "starting"
+            assert (await client.answer("POST", path, **key))[0] == 200
+            for method, path in (("POST", "/admin/sleep"), ("POST", "/admin/weight_update"), ("GET", "/admin/a/b")):
+                status, _, body = await client.answer(method, path, **key)
+                assert status == 501 and b"start one octavo serve a GPU" in body
+                assert (await client.answer(method, path))[0] == 401
+
+    run(test())
+
+
+def test_metrics_of_all_replicas_and_of_the_router() -> None:
+    text = '# HELP vllm:x_total X.\n# TYPE vllm:x_total counter\nvllm:x_total{model_name="m"} %d\n'
+
+    def of(number: int) -> Answer:
+        body = (text % number).encode()
+        return raw(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+
+    async def test() -> None:
+        async with fleet_of(of(3), None, of(4)) as fleet:
+            status, _, body = await Client(fleet).answer("GET", "/metrics")
+            lines = body.decode().splitlines()
+            assert status == 200 and lines.count("# TYPE vllm:x_total counter") == 1
+            assert [line for line in lines if line.startswith("vllm:x_total{")] == [
+                f'vllm:x_total{{model_name="m",worker="{worker}"}} {value}' for worker, value in ((0, 3.0), (2, 4.0))
+            ]
+            assert 'octavo:router_replica_ready{worker="1"} 1.0' in lines
+            assert 'octavo:router_requests_routed_total{worker="0"} 0.0' in lines
+
+    run(test())

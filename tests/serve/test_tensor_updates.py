@@ -1,0 +1,162 @@
+"""New weights for an LLM of two ranks: a fresh LLM's bits, or on any rank's failure the old weights on all."""
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams, save_model
+from octavo.distributed import pieces
+from octavo.errors import BackendError, CheckpointError, RequestError
+from octavo.models import Decoder, ModelConfig
+from octavo.models.checkpoint.safetensors_io import SafetensorsReader
+from octavo.nn.live_weights import live_tensors
+from octavo.numerics import Numerics, get_recipe
+from octavo.serve.engine.request import LostRankError
+from octavo.weights import exchange
+from octavo.weights.manifest import tensor_sha256
+from tests.parallel.test_tensor_parallel import ids, make
+from tests.serve.test_tensor_workers import FP8, LIMITS, processes
+
+PROMPTS = [ids(seed, num).tolist() for seed, num in ((1, 5), (2, 70))]
+NORM = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """The old weights, the new ones, and these as FP8 codes."""
+    folder, config = tmp_path_factory.mktemp("updates"), make().config
+    for seed in (0, 1):
+        save_model(Decoder(config, seed=seed), folder / str(seed))
+    coded = Decoder(config, seed=1)
+    coded.set_numerics(Numerics(get_recipe("blockwise")))
+    save_model(coded, folder / "codes", "fp8-block")
+    return folder / "0", folder / "1", folder / "codes"
+
+
+@pytest.fixture
+def llm(checkpoints: tuple[Path, ...]) -> Iterator[LLM]:
+    made = LLM(checkpoints[0], tensor_parallel_size=2, **FP8, **LIMITS)
+    yield made
+    made.engine.workers.close()  # type: ignore[attr-defined]
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    reader = SafetensorsReader(path)
+    return {name: reader.load(name) for name in reader.entries}
+
+
+def answers(llm: LLM) -> list[Any]:
+    llm.engine.num_requests = 0
+    params = SamplingParams(max_tokens=4, temperature=1.0, logprobs=1, seed=5)
+    outputs = [sample for output in llm.generate(PROMPTS, params) for sample in output.outputs]
+    return [(sample.token_ids, str(sample.logprobs)) for sample in outputs]
+
+
+def versions(llm: LLM) -> set[int]:
+    (output,) = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=2))
+    return set(output.outputs[0].weight_versions)
+
+
+def test_an_update_has_the_bits_of_a_new_llm(
+    checkpoints: tuple[Path, ...], llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new, codes = checkpoints
+    expected = answers(LLM(new, **FP8, **LIMITS))
+    first, begin = answers(llm), llm.engine.weight_version
+    assert first != expected
+    assert llm.update_weights(new) == begin + 1
+    assert answers(llm) == expected and versions(llm) == {begin + 1}
+
+    whole = tensors_of(old)
+    assert llm.update_weights(whole, checksums={name: tensor_sha256(t) for name, t in whole.items()}) == begin + 2
+    assert answers(llm) == first
+
+    # codes; a stream goes on under the new weights
+    stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=4, ignore_eos=True))
+    next(stream)
+    assert llm.update_weights(codes, running="keep") == begin + 3
+    *_, last = stream
+    assert sorted(set(last.outputs[0].weight_versions)) == [begin + 2, begin + 3]
+    assert answers(llm) == expected
+
+    # a part
+    assert llm.update_weights({NORM: 2 * whole[NORM]}, partial=NORM) == begin + 4
+    one = LLM(new, **FP8, **LIMITS)
+    one.update_weights({NORM: 2 * whole[NORM]}, partial=NORM)
+    assert answers(llm) == answers(one)
+
+
+def test_a_failed_update_leaves_the_old_weights(
+    checkpoints: tuple[Path, ...], llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, new, _ = checkpoints
+    first, whole, begin = answers(llm), tensors_of(new), llm.engine.weight_version
+
+    def refused(kind: type[Exception], text: str, weights: Any, **given: Any) -> None:
+        with pytest.raises(kind, match=text):
+            llm.update_weights(weights, **given)
+        assert llm.engine.weight_version == begin and answers(llm) == first
+
+    sent = []
+
+    def flip(piece: torch.Tensor, group: Any) -> None:
+        sent.append(len(piece))
+        piece = piece.clone()
+        piece[len(piece) // 2] ^= 1 if len(sent) == 5 else 0
+        broadcast(piece, group)
+
+    broadcast = pieces.broadcast_piece
+    with monkeypatch.context() as patch:
+        patch.setattr(pieces, "broadcast_piece", flip)
+        refused(CheckpointError, "tensor-parallel rank 1: .*damaged on the way", whole)
+    assert len(sent) == 5
+    checksums = {name: tensor_sha256(t) for name, t in whole.items()}
+    refused(CheckpointError, "damaged on the way", whole, checksums=checksums | {NORM: "0" * 64})
+    refused(CheckpointError, "missing tensors", {NORM: whole[NORM]})
+    refused(CheckpointError, "shape", whole | {NORM: whole[NORM][:1]})
+    refused(RequestError, "names with torch tensors", [*whole.items(), "x"])
+
+    copies = []
+
+    def fail(target: torch.Tensor, source: torch.Tensor) -> None:
+        copies.append(1)
+        if len(copies) == 7:
+            raise BackendError("no disk")
+        copy(target, source)
+
+    copy = exchange.copy_piece
+    with monkeypatch.context() as patch:
+        patch.setattr(exchange, "copy_piece", fail)
+        refused(BackendError, "rank 0: no disk.*the old weights are back", whole)
+    assert llm.update_weights(new) == begin + 1
+    assert answers(llm) == answers(LLM(new, **FP8, **LIMITS))
+
+
+@pytest.mark.parametrize("when", ["stage", "commit"])
+def test_a_rank_that_is_killed_in_an_update_is_one_error(
+    checkpoints: tuple[Path, ...], llm: LLM, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = []
+
+    def kill(*given: Any) -> None:
+        if not began:
+            began.append(time.monotonic())
+            processes(llm)[0].send_signal(signal.SIGKILL)
+            processes(llm)[0].wait()
+        real(*given)
+
+    module, name = (pieces, "broadcast_piece") if when == "stage" else (exchange, "copy_piece")
+    real = getattr(module, name)
+    monkeypatch.setattr(module, name, kill)
+    before = {key: tensor.clone() for key, tensor in live_tensors(llm.model).items()}
+    with pytest.raises(LostRankError, match="rank 1 was killed by signal 9"):
+        llm.update_weights(checkpoints[1])
+    assert time.monotonic() - began[0] < 10
+    assert all(torch.equal(tensor, before[key]) for key, tensor in live_tensors(llm.model).items())
+    with pytest.raises(LostRankError, match="rank 1 was killed by signal 9"):
+        llm.generate(PROMPTS)

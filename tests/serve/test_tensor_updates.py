@@ -1,11 +1,13 @@
 """New weights for an LLM of two ranks: a fresh LLM's bits, or on any rank's failure the old weights on all."""
 
+import contextlib
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -20,10 +22,14 @@ from octavo.serve.engine.request import LostRankError
 from octavo.weights import exchange
 from octavo.weights.manifest import tensor_sha256
 from tests.parallel.test_tensor_parallel import ids, make
+from tests.serve.http.running import VOCAB, byte_tokenizer
+from tests.serve.http.test_chaos import served
+from tests.serve.http.test_weights import ADMIN, as_bytes, manifest_of
 from tests.serve.test_tensor_workers import FP8, LIMITS, processes
 
 PROMPTS = [ids(seed, num).tolist() for seed, num in ((1, 5), (2, 70))]
 NORM = "model.norm.weight"
+LONG = {"max_tokens": 100, "stream": True, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +44,24 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, P
     return folder / "0", folder / "1", folder / "codes"
 
 
-@pytest.fixture
-def llm(checkpoints: tuple[Path, ...]) -> Iterator[LLM]:
-    made = LLM(checkpoints[0], tensor_parallel_size=2, **FP8, **LIMITS)
+@contextlib.contextmanager
+def two_ranks(path: Path) -> Iterator[LLM]:
+    made = LLM(path, tensor_parallel_size=2, **FP8, **LIMITS)
     yield made
     made.engine.workers.close()  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def shared(checkpoints: tuple[Path, ...]) -> Iterator[LLM]:
+    with two_ranks(checkpoints[0]) as made:
+        yield made
+
+
+@pytest.fixture
+def llm(shared: LLM, checkpoints: tuple[Path, ...]) -> LLM:
+    """With the old weights."""
+    shared.update_weights(checkpoints[0])
+    return shared
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
@@ -137,10 +156,15 @@ def test_a_failed_update_leaves_the_old_weights(
     assert answers(llm) == answers(LLM(new, **FP8, **LIMITS))
 
 
-@pytest.mark.parametrize("when", ["stage", "commit"])
+@pytest.mark.parametrize("when", ["stage", pytest.param("commit", marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_in_an_update_is_one_error(
-    checkpoints: tuple[Path, ...], llm: LLM, when: str, monkeypatch: pytest.MonkeyPatch
+    checkpoints: tuple[Path, ...], when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with two_ranks(checkpoints[0]) as llm:
+        check_killed(llm, checkpoints[1], when, monkeypatch)
+
+
+def check_killed(llm: LLM, new: Path, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     began = []
 
     def kill(*given: Any) -> None:
@@ -155,8 +179,60 @@ def test_a_rank_that_is_killed_in_an_update_is_one_error(
     monkeypatch.setattr(module, name, kill)
     before = {key: tensor.clone() for key, tensor in live_tensors(llm.model).items()}
     with pytest.raises(LostRankError, match="rank 1 was killed by signal 9"):
-        llm.update_weights(checkpoints[1])
+        llm.update_weights(new)
     assert time.monotonic() - began[0] < 10
     assert all(torch.equal(tensor, before[key]) for key, tensor in live_tensors(llm.model).items())
     with pytest.raises(LostRankError, match="rank 1 was killed by signal 9"):
         llm.generate(PROMPTS)
+
+
+@pytest.mark.slow
+def test_a_server_of_two_ranks_takes_new_weights(checkpoints: tuple[Path, ...], tmp_path: Path) -> None:
+    """From its disk and in buckets, while a stream runs; a flipped byte is refused."""
+    for seed in (0, 1):
+        model = Decoder(ModelConfig(**{**vars(make().config), "vocab_size": VOCAB}), seed=seed)
+        save_model(model, tmp_path / str(seed), tokenizer=byte_tokenizer())
+    options = ("--port", "0", "--device", "cpu", "--quantization", "fp8", "--exact", "--tensor-parallel-size", "2")
+    options += ("--admin-key", "admin", "--weights-dir", str(tmp_path))
+    body = {"prompt": "so it is", "max_tokens": 8, "temperature": 0}
+
+    def text_of(seed: int) -> str:
+        one = LLM(tmp_path / str(seed), quantization="fp8", exact=True, device="cpu")
+        return one.generate("so it is", SamplingParams(max_tokens=8, temperature=0))[0].outputs[0].text
+
+    with served(str(tmp_path / "0"), *options) as two, httpx.Client(timeout=60) as client:
+        two.wait_until_ready()
+
+        def post(path: str, **given: Any) -> httpx.Response:
+            headers = {"Authorization": "Bearer admin", "Content-Type": "application/octet-stream"}
+            return client.post(f"{two.url}{path}", headers=headers if "content" in given else ADMIN, **given)
+
+        def text() -> str:
+            return str(client.post(f"{two.url}/v1/completions", json=body).json()["choices"][0]["text"])
+
+        def upload(data: bytes, status: int) -> None:
+            begun = post("/admin/weight_update", json={"tensors": manifest_of(tensors_of(tmp_path / "0"))})
+            update = f"/admin/weight_update/{begun.json()['id']}"
+            half = len(data) // 2
+            first = post(f"{update}/bytes?offset=0", content=data[:half])
+            last = post(f"{update}/bytes?offset={half}", content=data[half:]) if first.is_success else first
+            assert last.status_code == status, last.text
+            if status == 200:
+                assert post(f"{update}/commit", json={"running": "keep"}).status_code == 200
+
+        old = text()
+        assert old == text_of(0)
+        assert post("/admin/update_weights", json={"path": "1"}).status_code == 200
+        assert text() == text_of(1) != old
+        data = as_bytes(tensors_of(tmp_path / "0"))
+        upload(data[:999] + bytes([data[999] ^ 1]) + data[1000:], 400)
+        assert text() == text_of(1)
+        with client.stream("POST", f"{two.url}/v1/completions", json=body | LONG) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            upload(data, 200)
+            *_, last = [line for line in lines if line]
+            assert last == "data: [DONE]"
+        assert text() == old
+        assert post("/admin/sleep").status_code == 200 and post("/admin/wake").status_code == 200
+        assert text() == old

@@ -64,6 +64,12 @@ def live_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def own_slices(module: nn.Module, name: str, whole: torch.Tensor) -> torch.Tensor:
+    """What a module holds of a whole parameter: itself, but for a linear that is cut among ranks."""
+    owner = module.get_submodule(name.rpartition(".")[0])
+    return whole if not isinstance(owner, Linear) or owner.slices is None else owner.slices.of_values(whole)
+
+
 def make_tensors(
     linear: Linear, values: torch.Tensor | list[QuantizedTensor], quant_scale: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:

@@ -18,9 +18,8 @@ from octavo.models.checkpoint.names import ParameterNames, is_ignored, parameter
 from octavo.models.checkpoint.safetensors_io import SafetensorsReader, TensorEntry, check_finite
 from octavo.models.decoder import Decoder
 from octavo.nn import DELAYED_BUFFERS, Linear
-from octavo.nn.live_weights import keeps_codes, live_tensors, make_tensors, pin_codes
+from octavo.nn.live_weights import keeps_codes, live_tensors, make_tensors, own_slices, pin_codes
 from octavo.nn.weights.delayed import SCALE_BUFFER
-from octavo.nn.weights.slices import Slices
 from octavo.numerics import QuantizedTensor
 from octavo.numerics.scaling import reciprocal
 
@@ -120,7 +119,6 @@ class WeightStaging:
         self.is_partial = bool(partial)
         self.parameters = _choose(parameter_names(model.config), partial)
         self._linears = {p.name: _linear(model, p) for p in self.parameters}
-        self._slices = {p.name: _slices(model, p) for p in self.parameters}
         self._owners = {name: p for p in self.parameters for name in self._possible_names(p)}
         self._arrived = _ArrivedTensors()
         self._tensors: dict[str, torch.Tensor] = {}
@@ -293,8 +291,7 @@ class WeightStaging:
         else:
             parts = [bf16.read(self._arrived, *part) for part in parameter.part_shapes.items()]
         if linear is None or not keeps_codes(linear.recipe):
-            whole, slices = self._merge(parameter, parts), self._slices[parameter.name]
-            made = {parameter.name: whole if slices is None else slices.of_values(whole)}
+            made = {parameter.name: own_slices(self.model, parameter.name, self._merge(parameter, parts))}
         else:
             made = self._make_linear(parameter, linear, parts)
         for name, tensor in made.items():
@@ -384,9 +381,3 @@ def _choose(parameters: list[ParameterNames], patterns: Sequence[str]) -> list[P
 def _linear(model: Decoder, parameter: ParameterNames) -> Linear | None:
     module = model.get_submodule(parameter.name.rpartition(".")[0])
     return module if parameter.is_linear_weight and isinstance(module, Linear) else None
-
-
-def _slices(model: Decoder, parameter: ParameterNames) -> Slices | None:
-    """What a rank holds of a weight or bias that is cut."""
-    module = model.get_submodule(parameter.name.rpartition(".")[0])
-    return module.slices if isinstance(module, Linear) else None

@@ -24,6 +24,7 @@ CASES: list[tuple[str, str, Any, bool]] = [
     ("gptj", "blockwise", "reduce", False),
     ("gptj", "blockwise", "gather", True),
     ("qwen3_moe", "blockwise", "gather", False),
+    ("qwen3", "delayed", "reduce", False),
 ]
 
 
@@ -54,6 +55,7 @@ def job(rank: int, world: int) -> dict[str, Any]:
     for family, recipe, mode, codes_only in CASES:
         new = new_weights(family, recipe, hidden_size)
         given = {name: tensor.clone() for name, tensor in tensors_of(new).items()}
+        given |= {name: buffer.clone() for name, buffer in new.named_buffers() if ".fp8_" in name}
         cut = make(family, recipe, hidden_size=hidden_size)
         for model in (cut, new) if codes_only else ():
             keep_codes_only(model.requires_grad_(False))

@@ -29,7 +29,7 @@ from tests.serve.test_tensor_workers import FP8, LIMITS, processes
 
 PROMPTS = [ids(seed, num).tolist() for seed, num in ((1, 5), (2, 70))]
 NORM = "model.norm.weight"
-LONG = {"max_tokens": 100, "stream": True, "ignore_eos": True}
+LONG = {"max_tokens": 30, "stream": True, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -194,11 +194,12 @@ def test_a_server_of_two_ranks_takes_new_weights(checkpoints: tuple[Path, ...], 
         save_model(model, tmp_path / str(seed), tokenizer=byte_tokenizer())
     options = ("--port", "0", "--device", "cpu", "--quantization", "fp8", "--exact", "--tensor-parallel-size", "2")
     options += ("--admin-key", "admin", "--weights-dir", str(tmp_path))
-    body = {"prompt": "so it is", "max_tokens": 8, "temperature": 0}
+    prompt = "so it is " * 9  # more than a page, which is cached
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
 
     def text_of(seed: int) -> str:
         one = LLM(tmp_path / str(seed), quantization="fp8", exact=True, device="cpu")
-        return one.generate("so it is", SamplingParams(max_tokens=8, temperature=0))[0].outputs[0].text
+        return one.generate(prompt, SamplingParams(max_tokens=8, temperature=0))[0].outputs[0].text
 
     with served(str(tmp_path / "0"), *options) as two, httpx.Client(timeout=60) as client:
         two.wait_until_ready()
@@ -234,5 +235,7 @@ def test_a_server_of_two_ranks_takes_new_weights(checkpoints: tuple[Path, ...], 
             *_, last = [line for line in lines if line]
             assert last == "data: [DONE]"
         assert text() == old
+        assert post("/admin/reset_prefix_cache").status_code == 200
+        assert text() == old  # ranks whose caches differ would wait for each other
         assert post("/admin/sleep").status_code == 200 and post("/admin/wake").status_code == 200
         assert text() == old

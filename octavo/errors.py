@@ -49,6 +49,10 @@ class BackendError(OctavoError, RuntimeError):
     """The machine or library lacks what was asked for."""
 
 
+class LostWeightsError(BackendError):
+    """Writing new weights failed, and so did taking it back: they are neither the old ones nor the new ones."""
+
+
 class ExactnessError(OctavoError, RuntimeError):
     """Exact mode was asked for and its guarantee does not hold."""
 

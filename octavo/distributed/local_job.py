@@ -1,6 +1,7 @@
 """A job of one host's processes that find each other on loopback, without torchrun: who starts them has rank 0."""
 
 import datetime
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,11 @@ def join(store: TCPStore, rank: int, size: int, device: torch.device) -> TensorG
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
     return TensorGroup.of()
+
+
+def new_host_group() -> Any:
+    """A group of all ranks over gloo, for a thread with collectives of its own; all of them come here."""
+    return dist.new_group(backend="gloo", timeout=_TIMEOUT)
 
 
 def connect(port: int) -> TCPStore:

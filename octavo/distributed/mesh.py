@@ -249,6 +249,12 @@ class Mesh:
         set_timeout(_HOST_TIMEOUT, group)
         return group
 
+    def neighbours(self, size: int, timeout_s: int) -> TensorGroup:
+        """This rank among `size` neighbours, which cut a model beside one that is sharded over all; all must ask."""
+        everyone, timeout = range(dist.get_world_size()), datetime.timedelta(seconds=timeout_s)
+        groups = [dist.new_group(list(everyone[i : i + size]), timeout=timeout) for i in everyone[::size]]
+        return TensorGroup.of(groups[dist.get_rank() // size])
+
     def at(self, place: str) -> None:
         """Say where this rank is, for the watchdog; all ranks come to the same places in turn."""
         if self.watchdog is not None:

@@ -5,6 +5,7 @@ transposed movement. Codes travel without gradients.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from octavo.distributed.collectives import all_gather_into, reduce_scatter_into
 from octavo.distributed.one_shot import OneShot, one_shot_of
+from octavo.distributed.outcome import together
 from octavo.numerics.quantized import QuantizedTensor
 
 
@@ -97,6 +99,10 @@ class TensorGroup:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.group)
         return int(min(found))
+
+    def together(self, work: Callable[[], Any]) -> None:
+        """outcome.together among these ranks: where it fails on one, all raise."""
+        together(self.group or dist.group.WORLD, work)
 
     def _one_shot(self, message: torch.Tensor) -> OneShot | None:
         """For messages of one host's GPUs, whose sizes are the same on all ranks."""

@@ -20,6 +20,7 @@ from octavo.nn.weights.capture import is_partitioned
 from octavo.nn.weights.codes import CodesOnly
 from octavo.nn.weights.gathered import GatheredWeight
 from octavo.nn.weights.plan import LinearPlan, Observer
+from octavo.nn.weights.slices import Slices
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.scaling import INPUT_DTYPES
@@ -49,11 +50,13 @@ class Linear(WeightHolder):
         saves_input: keep the input itself for grad_weight, and quantize it along the tokens in the backward: for one
             that another op saves anyway, such as attention's output. The bits are the same. A sharded weight's linear
             does so in compiled code, where torch.compile makes the input again or finds it saved.
+        slices: which of a whole weight's rows and columns these are; None for all.
         follows_autocast: compute in torch.autocast's dtype, as the torch.nn.Linear did that convert replaced.
         weight_version: grows by one each time that the weight is committed (optimizer, load, refit).
     """
 
     is_cut = False  # see CutLinear
+    slices: Slices | None = None
 
     def __init__(
         self,

@@ -64,40 +64,51 @@ def live_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def own_slices(module: nn.Module, name: str, whole: torch.Tensor) -> torch.Tensor:
+    """What a module holds of a whole parameter: itself, but for a linear that is cut among ranks."""
+    owner = module.get_submodule(name.rpartition(".")[0])
+    return whole if not isinstance(owner, Linear) or owner.slices is None else owner.slices.of_values(whole)
+
+
 def make_tensors(
     linear: Linear, values: torch.Tensor | list[QuantizedTensor], quant_scale: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
     """What live_tensors would hold of a linear's weight, had it these values: nothing of the linear changes.
 
     Args:
-        values: [N, K] of the weight's dtype, or one QuantizedTensor a part for a linear that holds codes only.
+        values: [N, K] of the weight's dtype, or one QuantizedTensor a part for a linear that holds codes only; of the
+            whole weight where the linear has slices of it.
         quant_scale: delayed scaling's scales of the linear.
     Raises:
         RecipeError: codes for a linear that holds a high-precision weight.
     """
-    recipe = linear.recipe
-    made = {} if linear.weight is None else {"weight": values}
+    recipe, slices = linear.recipe, linear.slices
     if isinstance(values, list) and linear.weight is not None:
         raise RecipeError("codes are not taken where a linear holds the high-precision weight; send that")
+    made = {}
+    if linear.weight is not None:
+        made["weight"] = values if slices is None else slices.of_values(values)  # type: ignore[arg-type]
     if recipe is not None and keeps_codes(recipe):
-        operands = _operands(linear, recipe, values, quant_scale)
+        operands = _operands(linear.parts if slices is None else slices.parts, recipe, values, quant_scale)
+        if slices is not None:
+            operands = merge_parts(slices.of_codes(operands), linear.parts)
         made |= name_tensors(*join_ranges(operands) if linear.source.has_whole else (operands, None))
     return made  # type: ignore[return-value]
 
 
 def _operands(
-    linear: Linear,
+    parts: tuple[int, ...],
     recipe: Recipe,
     values: torch.Tensor | list[QuantizedTensor],
     quant_scale: torch.Tensor | None,
 ) -> Operands:
     assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
     if isinstance(values, list):
-        return merge_parts(values, linear.parts)
+        return merge_parts(values, parts)
     if quant_scale is None:
-        return quantize_forward(values, linear.parts, recipe.weight)
+        return quantize_forward(values, parts, recipe.weight)
     known = quant_scale[DelayedState.WEIGHT :]
-    ranges = ranges_of(values, linear.parts, recipe.weight)
+    ranges = ranges_of(values, parts, recipe.weight)
     return [(rows, quantize(part, recipe.weight, quant_scale=known[i])) for i, (rows, part) in enumerate(ranges)]
 
 

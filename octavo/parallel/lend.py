@@ -10,6 +10,8 @@ from torch import nn
 
 from octavo.distributed.shards import is_distributed, local, shard_of
 from octavo.models.export import reshard
+from octavo.nn.linear import Linear
+from octavo.nn.live_weights import own_slices
 from octavo.parallel.gather import gathered, gathers_codes
 
 M = TypeVar("M", bound=nn.Module)
@@ -54,10 +56,15 @@ def give_memory(view: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def copy_weights(model: nn.Module, view: nn.Module) -> None:
-    """Write the whole parameters of a sharded model into a view's own, where they lie; a collective, as gathered."""
-    if gathers_codes(model):
+    """Write the whole parameters of a sharded model into a view's own, where they lie; a collective, as gathered.
+
+    Args:
+        view: with memory of its own; one that is cut among ranks takes its slices, of one parameter at a time.
+    """
+    is_cut = any(isinstance(module, Linear) and module.slices is not None for module in view.modules())
+    if is_cut or gathers_codes(model):
         for name, value in _whole_values(model, view):
-            view.get_parameter(name).copy_(value)
+            view.get_parameter(name).copy_(own_slices(view, name, value))
         return
     with gathered(model):
         theirs = dict(model.named_parameters())

@@ -12,7 +12,7 @@ from octavo.errors import ConfigError, ShapeError
 from octavo.models.decoder import Decoder
 from octavo.nn import MLP, Attention, GeluMLP, Linear, plan_fusion
 from octavo.nn.cut_linear import ColumnLinear, CutLinear, RowLinear, TensorMode, check_mode
-from octavo.numerics.quantized import QuantizedTensor
+from octavo.nn.weights.slices import Slices
 from octavo.parallel.equal import check_equal
 from octavo.parallel.gather import is_sharded
 from octavo.parallel.replaced import note_replaced
@@ -184,6 +184,7 @@ def _cut(
         made.repeats_rows = sum(parts) > linear.out_features
     else:
         made = RowLinear(linear.in_features, linear.out_features, has_bias, **options)
+    slices = made.slices = Slices(linear.parts, rows, columns)
     made.train(linear.training)
     for name in ("recipe", "exact", "observer", "saves_input", "follows_autocast"):
         setattr(made, name, getattr(linear, name))
@@ -193,13 +194,11 @@ def _cut(
     if linear.input_scale is not None:
         made.set_input_scale(linear.input_scale)
     if linear.bias is not None:
-        made.bias = _parameter(linear.bias, torch.cat([linear.bias.detach()[each] for each in rows]))
+        made.bias = _parameter(linear.bias, slices.of_values(linear.bias.detach()))
     if linear.weight is not None:
-        values = linear.weight.detach()
-        made.weight = _parameter(linear.weight, torch.cat([values[each, columns] for each in rows]))
+        made.weight = _parameter(linear.weight, slices.of_values(linear.weight.detach()))
     else:
-        operands = linear.source.held()  # type: ignore[union-attr]
-        made.load_quantized([_cut_codes(operands, each, columns) for each in rows])
+        made.load_quantized(slices.of_codes(linear.source.held()))  # type: ignore[union-attr]
     if state := linear.held_state():
         made.load_state(state)  # amaxes of all ranks, a column a part
     return made
@@ -207,18 +206,6 @@ def _cut(
 
 def _parameter(like: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(values, requires_grad=like.requires_grad)
-
-
-def _cut_codes(operands: list[tuple[slice, QuantizedTensor]], rows: slice, columns: slice) -> QuantizedTensor:
-    """Rows and columns of a weight of which there are codes alone."""
-    begin, codes = next((r.start, q) for r, q in operands if r.start <= rows.start < r.stop)
-    rows = slice(rows.start - begin, rows.stop - begin)
-    scale = codes.scale
-    for dim, (size, each) in enumerate(zip(codes.scaling.block_size, (rows, columns), strict=True)):
-        if size != -1:
-            scale = scale.narrow(dim, each.start // size, -(-each.stop // size) - each.start // size)
-    qdata = codes.qdata.view(torch.uint8)[rows, columns].contiguous().view(codes.qdata.dtype)
-    return QuantizedTensor(qdata, scale.clone(), codes.scaling)
 
 
 def _keep_heads(attention: Attention, group: TensorGroup) -> None:

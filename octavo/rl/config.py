@@ -68,6 +68,8 @@ class RolloutSection(Config):
         max_num_seqs: sequences that the engine decodes at a time.
         keep_weights: on several ranks: each keeps the sampler's weights whole beside its shards of the trainer's, where
             they lie still for CUDA graphs and cached prompts; false gathers them for the time of each batch.
+        tensor_parallel_size: neighbouring ranks among which the sampler's linears are cut, which sample as one; each
+            keeps its slices in place of the whole weights. It divides the number of ranks.
         mask_padded_ids: ids of the model's vocabulary beyond the tokenizer's have no probability, in sampling and in
             training alike; false lets them be drawn (they have no text). Of the embedded engine alone.
     """
@@ -85,6 +87,7 @@ class RolloutSection(Config):
     kv_fallback_flush_share: float = Field(default=0.05, ge=0.0, lt=1.0)
     max_num_seqs: PositiveInt = 256
     keep_weights: bool = True
+    tensor_parallel_size: PositiveInt = 1
     mask_padded_ids: bool = True
 
 

@@ -23,6 +23,7 @@ class Evaluator:
         model: the policy.
         max_tokens: length limit of an answer.
         ranks: that the policy is sharded over, which answer in turn; None for one process.
+        sampler: on several ranks, the rollouts' own; where it is cut, its slices of the policy answer.
 
     Attributes:
         model: the bf16 decoder that the engine runs.
@@ -36,6 +37,7 @@ class Evaluator:
         max_tokens: int,
         max_num_seqs: int,
         ranks: Ranks | None = None,
+        sampler: Decoder | None = None,
     ) -> None:
         self.task = task
         self.max_tokens = max_tokens
@@ -45,7 +47,10 @@ class Evaluator:
             self.model = share_weights(model, Numerics())
             self._engine = EmbeddedEngine(LLM(self.model, **limits))
         else:
-            self.model = ranks.view(Numerics())
+            if sampler is not None and sampler.tensor_group is not None:
+                self.model = share_weights(sampler, Numerics())
+            else:
+                self.model = ranks.view(Numerics())
             self._engine = ranks.engine(self.model, **limits)
 
     def mean_reward(self, prompts: list[str], temperature: float = 0.0) -> float:

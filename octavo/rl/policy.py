@@ -117,7 +117,12 @@ def build_reference(config: RLConfig, model: Decoder) -> Decoder | None:
 
 
 def build_evaluator(
-    config: RLConfig, model: Decoder, tokenizer: Tokenizer, task: Task, ranks: Ranks | None = None
+    config: RLConfig,
+    model: Decoder,
+    tokenizer: Tokenizer,
+    task: Task,
+    ranks: Ranks | None = None,
+    sampler: Decoder | None = None,
 ) -> Evaluator:
     """The bf16 greedy engine over the policy's weights."""
-    return Evaluator(model, tokenizer, task, config.rollout.max_tokens, config.rollout.max_num_seqs, ranks)
+    return Evaluator(model, tokenizer, task, config.rollout.max_tokens, config.rollout.max_num_seqs, ranks, sampler)

@@ -5,6 +5,7 @@ from typing import Any
 
 from octavo.distributed.agreement import check_agreement, describe_process
 from octavo.distributed.mesh import Mesh
+from octavo.distributed.tensor_group import TensorGroup
 from octavo.errors import ConfigError, DataError
 from octavo.models import Decoder
 from octavo.models.tokenizer import Tokenizer
@@ -25,12 +26,14 @@ class Ranks:
         policy: the model that trains.
         shell: of it, from before it was sharded.
         report: how it is sharded.
+        tensor_group: the ranks that sample as one, each with slices of the sampler's linears; None where each samples.
     """
 
     mesh: Mesh
     policy: Decoder
     shell: Decoder
     report: ShardReport
+    tensor_group: TensorGroup | None = None
 
     @classmethod
     def shard(cls, config: RLConfig, mesh: Mesh, model: Decoder, reference: Decoder | None) -> "Ranks":
@@ -50,7 +53,9 @@ class Ranks:
             param_dtype=dtype,
             all_gather_dtype="fp8" if config.parallel.all_gather_dtype == "fp8" else None,
         )
-        return cls(mesh, model, shell, report)
+        size = config.rollout.tensor_parallel_size
+        group = mesh.neighbours(size, config.parallel.timeout_s) if size > 1 else None
+        return cls(mesh, model, shell, report, group)
 
     def view(self, numerics: Numerics) -> Decoder:
         """A decoder in other numerics, to which an engine lends the policy's weights."""
@@ -62,9 +67,13 @@ class Ranks:
         """An engine over the policy, or over a view of it.
 
         Args:
-            keeps_weights: a view has memory of its own for them; else they are whole for the time of each batch.
+            keeps_weights: a view has memory of its own for them, and is cut where ranks sample as one; else they are
+                whole for the time of each batch.
         """
-        return DealtEngine(self.policy, sampler, tokenizer, self.mesh, keeps_weights=keeps_weights, **limits)
+        group = self.tensor_group if keeps_weights else None
+        return DealtEngine(
+            self.policy, sampler, tokenizer, self.mesh, keeps_weights=keeps_weights, tensor_group=group, **limits
+        )
 
 
 def share_policy(mesh: Mesh, model: Decoder) -> None:
@@ -83,6 +92,12 @@ def check_ranks(config: RLConfig, mesh: Mesh, heldout: list[str]) -> None:
     Raises:
         ConfigError: naming the key.
     """
+    size = config.rollout.tensor_parallel_size
+    if mesh.world_size % size:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size must divide the number of ranks, got {size} for {mesh.world_size}; start "
+            f"torchrun with --nproc-per-node {size} or a multiple of it"
+        )
     if mesh.world_size == 1:
         return
     facts = {**dict(flatten(config.model_dump(mode="json"), "config.")), **describe_process()}
@@ -119,6 +134,11 @@ def _unsupported(config: RLConfig) -> list[tuple[str, bool, str]]:
     return [
         (f"engine.name = {config.engine.name!r}", config.engine.is_remote, "set engine.name = 'embedded'"),
         ("asynchronous.max_policy_lag > 0", config.asynchronous.max_policy_lag > 0, "set it to 0"),
+        (
+            "rollout.keep_weights = false with rollout.tensor_parallel_size > 1",
+            config.rollout.tensor_parallel_size > 1 and not config.rollout.keep_weights,
+            "leave it at true: each rank keeps its slices",
+        ),
         ("router_replay = true", config.router_replay, "leave it out"),
         (
             f"rollout.kv_scales = {config.rollout.kv_scales!r}",

@@ -110,7 +110,7 @@ class Trainer:
             progress.say(f"sharded over {mesh.world_size} ranks: {ranks.report.summary}")
         self.worker = RolloutWorker(config, model, tokenizer, task, progress, ranks)
         self.learner = Learner(model, config, reference, mesh)
-        self.evaluator = build_evaluator(config, model, tokenizer, task, ranks)
+        self.evaluator = build_evaluator(config, model, tokenizer, task, ranks, self.worker.sampler)
         self.history: list[StepRow] = []
         self._last_step = LastStep(self.worker, self.learner)
         self._saved_step = 0

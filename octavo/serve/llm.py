@@ -73,7 +73,7 @@ class LLM:
         dtype: of activations and of weights in high precision: "bfloat16", "float32", the torch dtype, or "auto" (the
             model's or checkpoint's own, in which fp16 is bf16).
         tensor_parallel_size: GPUs (on a CPU: processes) among which each linear of a checkpoint is cut; the others are
-            started here and end with this LLM. Weight updates are refused then. See docs/distributed.md.
+            started here and end with this LLM. See docs/distributed.md.
         tensor_parallel_mode: "gather" or "reduce", as octavo.parallel.parallelize has it; None for gather where exact.
         kv_scales: of an FP8 cache, as octavo.Numerics has it, or "auto" (the model's; per_token_head for a checkpoint).
 
@@ -328,16 +328,13 @@ class LLM:
             CheckpointError: what was given does not fit the model, or is damaged.
             BackendError: the writing failed.
         """
-        if isinstance(self.engine, LeadingEngine):
-            raise ConfigError("a weight update is not supported yet where tensor_parallel_size > 1; make a new LLM")
         if is_sharded(self.model):
             raise ConfigError(
                 "update_weights writes whole weights into the model's own storages, and fully_shard has cut those; "
                 "load the state dict into the sharded model (torch.distributed.checkpoint), then call refit()"
             )
         partial = [partial] if isinstance(partial, str) else partial
-        update = self._stage(weights, checksums, partial, staging_device)
-        update.verify()
+        update = self.engine.on_all_ranks(lambda: self._stage(weights, checksums, partial, staging_device))
         if running == "wait":
             self._driver.drain()
         return self.engine.commit_update(update, running)
@@ -349,18 +346,30 @@ class LLM:
         partial: Sequence[str],
         device: Device | None,
     ) -> WeightUpdate:
+        begin = self.engine.begin_update
         if isinstance(weights, str | Path):
-            return stage_checkpoint(self.model, weights, checksums=checksums, partial=partial, staging_device=device)
+            update = stage_checkpoint(
+                self.model, weights, checksums=checksums, partial=partial, staging_device=device, begin=begin
+            )
+            update.verify()
+            return update
         manifest = None
         if checksums is not None:
             if not isinstance(weights, Mapping):
                 raise RequestError("checksums go with a checkpoint or a dict of tensors, not with an iterable of pairs")
             manifest = manifest_of(weights, checksums)
-        update = WeightUpdate(self.model, manifest=manifest, partial=partial, staging_device=device)
-        for pair in weights.items() if isinstance(weights, Mapping) else weights:
-            if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)):
-                raise RequestError(f"update_weights takes names with torch tensors, or such pairs, got {pair!r:.80}")
-            update.stage(*pair)
+        update = begin(manifest=manifest, partial=partial, staging_device=device)
+        try:
+            for pair in weights.items() if isinstance(weights, Mapping) else weights:
+                if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)):
+                    raise RequestError(
+                        f"update_weights takes names with torch tensors, or such pairs, got {pair!r:.80}"
+                    )
+                update.stage(*pair)
+            update.verify()
+        except BaseException as error:
+            update.end(f"it failed: {error}")
+            raise
         return update
 
 

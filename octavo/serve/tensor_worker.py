@@ -1,6 +1,7 @@
-"""A tensor-parallel worker: `python -m octavo.serve.tensor_worker FD RANK PORT PARENT`, which tensor_workers.py starts.
+"""A tensor-parallel worker: `python -m octavo.serve.tensor_worker FD FD RANK PORT PARENT`; tensor_workers.py starts it.
 
-It builds the engine that the first rank builds and repeats its calls until the first rank hangs up or is gone.
+It builds the engine that the first rank builds and repeats its calls until the first rank hangs up or is gone. Calls
+come over one connection, new weights over the other (tensor_updates.py).
 """
 
 import logging
@@ -19,6 +20,7 @@ from octavo.parallel import parallelize
 from octavo.serve.engine import Engine
 from octavo.serve.engine.request import RequestState
 from octavo.serve.model_choice import load_for_inference
+from octavo.serve.tensor_updates import UpdateFollower
 from octavo.serve.tensor_workers import EngineOrder, chosen_device, rank_device
 
 logger = logging.getLogger(__name__)
@@ -26,36 +28,38 @@ logger = logging.getLogger(__name__)
 
 def main(arguments: list[str]) -> None:
     """Load, say so, join the others, repeat."""
-    fd, rank, port, parent = map(int, arguments)
+    fd, updates_fd, rank, port, parent = map(int, arguments)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 drains, and then hangs up
     threading.Thread(target=follow, args=(parent,), daemon=True).start()
     calls = Connection(fd)
     (order,) = calls.recv()
     try:
-        engine = build(order, rank, port, lambda: calls.send(("loaded", "")))
+        engine, updates = build(order, rank, port, lambda: calls.send(("loaded", "")))
     except Exception as error:
         calls.send(("failed", str(error) if isinstance(error, OctavoError) else f"{type(error).__name__}: {error}"))
         raise
-    Repeater(engine).run(calls)
+    threading.Thread(target=updates.run, args=(Connection(updates_fd),), daemon=True).start()
+    Repeater(engine, updates).run(calls)
 
 
-def build(order: EngineOrder, rank: int, port: int, on_loaded: Any) -> Engine:
-    """This rank's engine."""
+def build(order: EngineOrder, rank: int, port: int, on_loaded: Any) -> tuple[Engine, UpdateFollower]:
+    """This rank's engine, and what brings it new weights."""
     quantization, kv_cache_dtype, exact, device, *rest = order.asked
     own = rank_device(chosen_device(device), rank)
     model = load_for_inference(order.path, quantization, kv_cache_dtype, exact, own, *rest)
     tokenizer = None if order.tokenizer is None else load_tokenizer(order.tokenizer)
     on_loaded()
     group = local_job.join(local_job.connect(port), rank, order.parallel.size, own)
+    updates = UpdateFollower(model, local_job.new_host_group(), lambda device: rank_device(device, rank))
     parallelize(model, group, mode=order.parallel.mode)
-    return Engine(model, tokenizer, order.config, order.eos_ids)
+    return Engine(model, tokenizer, order.config, order.eos_ids), updates
 
 
 class Repeater:
     """Does to an engine what rank 0 does to its own."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, updates: UpdateFollower) -> None:
+        self._engine, self._updates = engine, updates
         self._requests: dict[int, RequestState] = {}
 
     def run(self, calls: Connection) -> None:
@@ -80,6 +84,9 @@ class Repeater:
         elif name == "abort":
             if (unfinished := self._requests.pop(arguments[0], None)) is not None:
                 engine.abort(unfinished)
+        elif name == "commit_update":
+            assert self._updates.update is not None, "it was verified"
+            engine.commit_update(self._updates.update, *arguments)
         else:
             getattr(engine, name)(*arguments)
             if name == "step":

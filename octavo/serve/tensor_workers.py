@@ -16,23 +16,31 @@ import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from octavo.distributed import local_job
-from octavo.errors import BackendError, ConfigError, OctavoError
+from octavo.distributed.tensor_group import TensorGroup
+from octavo.errors import BackendError, ConfigError, OctavoError, RequestError
 from octavo.models.device import check_device
 from octavo.nn.cut_linear import TensorMode
 from octavo.parallel import parallelize
 from octavo.serve.engine import Engine, EngineConfig
 from octavo.serve.engine.request import LostRankError, RequestState
 from octavo.serve.engine.sequence import Sequence
+from octavo.serve.tensor_updates import LeadingUpdate, UpdateChannel
+from octavo.weights.update import RunningPolicy, WeightUpdate
+
+T = TypeVar("T")
 
 # a worker that has not loaded its checkpoint by then is given up
 LOAD_S = 3600.0
 _END_S = 5.0
-_LATER = "is not supported yet where tensor_parallel_size > 1; make a new LLM"
+_OF_ONE_RANK = (
+    "changes the first rank's alone where tensor_parallel_size > 1, and the ranks no longer agree; make a new LLM, and "
+    "call update_weights, which reaches all"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +94,12 @@ class TensorWorkers:
     Args:
         order: for each of them.
         device: of rank 0.
+
+    Attributes:
+        updates: brings them new weights; after join.
     """
+
+    updates: UpdateChannel
 
     def __init__(self, order: EngineOrder, device: torch.device) -> None:
         self.size, self._device = order.parallel.size, device
@@ -94,16 +107,21 @@ class TensorWorkers:
         self._ends: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._is_closing = threading.Event()
+        self._update_ends: list[Connection] = []
         for rank in range(1, self.size):
-            own, theirs = Pipe()
-            command = [sys.executable, "-m", "octavo.serve.tensor_worker", str(theirs.fileno()), str(rank)]
-            command += [str(self._store.port), str(os.getpid())]
+            (own, theirs), (own_updates, their_updates) = Pipe(), Pipe()
+            fds = theirs.fileno(), their_updates.fileno()
+            command = [sys.executable, "-m", "octavo.serve.tensor_worker"]
+            command += map(str, (*fds, rank, self._store.port, os.getpid()))
             # a session of its own: Ctrl-C in a terminal is for rank 0, which ends its workers
-            process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), start_new_session=True)
+            process = subprocess.Popen(command, pass_fds=fds, start_new_session=True)
             theirs.close()
+            their_updates.close()
             self._ends.append(own)
+            self._update_ends.append(own_updates)
             self._processes.append(process)
-        self._finalizer = weakref.finalize(self, _end, self._ends, self._processes, self._is_closing)
+        ends = [*self._ends, *self._update_ends]
+        self._finalizer = weakref.finalize(self, _end, ends, self._processes, self._is_closing)
         try:
             self.tell(order)
         except Exception:
@@ -127,9 +145,10 @@ class TensorWorkers:
             if kind != "loaded":
                 raise BackendError(f"tensor-parallel rank {rank}: {text}")
 
-    def join(self) -> Any:
+    def join(self) -> TensorGroup:
         """The group of all ranks."""
         group = local_job.join(self._store, 0, self.size, self._device)
+        self.updates = UpdateChannel(self._update_ends, local_job.new_host_group(), self.explain)
         if self._device.type == "cuda":
             # a kernel that waits for a dead rank's message never ends, and nothing can interrupt it
             threading.Thread(target=_watch, args=(self._processes, self._is_closing), daemon=True).start()
@@ -148,7 +167,20 @@ class TensorWorkers:
                 self.explain(error)
 
     def explain(self, error: BaseException) -> NoReturn:
-        """Raise what a failure of rank 0 comes from, where another rank's end is the reason."""
+        """Raise what a failure of rank 0 comes from, where another rank's end is the reason.
+
+        Raises:
+            LostRankError: always.
+        """
+        self.raise_if_lost(error)
+        raise LostRankError(f"a tensor-parallel rank does not answer, and has not ended: {error}") from error
+
+    def raise_if_lost(self, error: BaseException) -> None:
+        """Raise what a failure of rank 0 comes from, where a worker has ended.
+
+        Raises:
+            LostRankError: one has.
+        """
         deadline = time.monotonic() + 1.0  # a process's end takes its time to be seen
         while time.monotonic() < deadline:
             for rank, process in enumerate(self._processes, 1):
@@ -158,7 +190,6 @@ class TensorWorkers:
                         "restart the server"
                     ) from error
             time.sleep(0.05)
-        raise LostRankError(f"a tensor-parallel rank does not answer, and has not ended: {error}") from error
 
     def close(self) -> None:
         """End the workers and the job."""
@@ -176,6 +207,7 @@ class LeadingEngine(Engine):
     """The first rank's engine: what it is asked, the workers' engines are asked before."""
 
     workers: TensorWorkers
+    _update: WeightUpdate | None = None
 
     @classmethod
     def start(cls, order: EngineOrder, device: torch.device, load: Callable[[], Any]) -> "LeadingEngine":
@@ -251,17 +283,51 @@ class LeadingEngine(Engine):
         with self._all_ranks("wake"):
             super().wake()
 
-    def commit_update(self, *_: Any, **__: Any) -> int:
-        raise ConfigError(f"a weight update {_LATER}")
+    def begin_update(self, **given: Any) -> WeightUpdate:
+        """See Engine; of several updates the newest goes on."""
+        if self._update is not None:
+            self._update.end("another update took its place")
+        self._update = LeadingUpdate(self.workers.updates, self.model, **given)
+        return self._update
+
+    def on_all_ranks(self, work: Callable[[], T]) -> T:
+        """See Engine; a LeadingUpdate tells the others by itself."""
+        return work()
+
+    def commit_update(self, update: WeightUpdate, running: RunningPolicy = "wait") -> int:
+        """See Engine: on all ranks or on none.
+
+        Raises:
+            LostRankError: a rank has ended.
+        """
+        self._check_policy(running)
+        if update is not self._update:
+            raise RequestError("the update is none that this engine began, or another took its place; begin it here")
+        update.verify()
+        if running == "abort":
+            self.abort_all()
+        self._collect_all()
+        try:
+            with self._all_ranks("commit_update", "keep"):  # to them there is nothing left to abort
+                return super().replace_weights(update.write, "keep")
+        except BackendError as error:
+            self.workers.raise_if_lost(error)
+            raise
 
     def replace_weights(self, *_: Any, **__: Any) -> int:
-        raise ConfigError(f"a weight update {_LATER}")
+        raise ConfigError(f"replace_weights {_OF_ONE_RANK}")
 
     def reallocate_kv_cache(self) -> None:
-        raise ConfigError(f"another KV cache {_LATER}")
+        self._collect_all()
+        with self._all_ranks("reallocate_kv_cache"):
+            super().reallocate_kv_cache()
 
-    def _on_weights_updated(self, weight_version: int) -> None:
-        raise ConfigError(f"writing into the model's weights {_LATER}")
+    def _collect_all(self) -> None:
+        while self.has_pending:
+            self.collect_pending()
+
+    def _on_weights_written(self, weight_version: int) -> None:
+        raise ConfigError(f"writing into the model's weights {_OF_ONE_RANK}")
 
 
 def rank_device(device: torch.device, rank: int) -> torch.device:

@@ -1,8 +1,9 @@
 """Weights as a checkpoint in a folder that both sides see: written and audited there, staged from there."""
 
 import dataclasses
+import functools
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -73,12 +74,14 @@ def stage_checkpoint(
     checksums: Mapping[str, str] | None = None,
     partial: Sequence[str] = (),
     staging_device: torch.device | str | None = None,
+    begin: Callable[..., WeightUpdate] | None = None,
 ) -> WeightUpdate:
     """A checkpoint directory as a staged update: what load_model would make of it under the model's numerics.
 
     Args:
         checksums: name -> SHA-256 in hex, for every tensor that is read; None for no check. The rest is as in
             WeightUpdate; with partial the files' other tensors are not read.
+        begin: makes the update, as Engine.begin_update; None for a WeightUpdate of the model.
     Raises:
         CheckpointError: another architecture, damaged files, or see WeightUpdate.stage.
     """
@@ -88,7 +91,8 @@ def stage_checkpoint(
     readers = [SafetensorsReader(path)]
     if model.numerics.recipe.has_state and (state := record.state_file(Path(path))) is not None:
         readers.append(SafetensorsReader(state))
-    update = WeightUpdate(model, layout=layout, partial=partial, staging_device=staging_device)
+    begin = begin or functools.partial(WeightUpdate, model)
+    update = begin(layout=layout, partial=partial, staging_device=staging_device)
     wants = update.staging.wants
     found = {name: reader for reader in readers for name in reader.entries if not partial or wants(name)}
     update.declare(manifest_of({name: reader.entries[name] for name, reader in found.items()}, checksums))

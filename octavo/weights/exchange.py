@@ -4,14 +4,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from octavo.errors import BackendError
+from octavo.distributed.tensor_group import TensorGroup
+from octavo.errors import LostWeightsError
 
 # bytes that are exchanged at a time, and so all that writing needs on the model's device
 EXCHANGE_BYTES = 64 << 20
-
-
-class LostWeightsError(BackendError):
-    """Writing failed, and so did taking it back: the weights are neither the old ones nor the new ones."""
 
 
 @torch.inference_mode()  # so that tensors made under it can be written too
@@ -44,6 +41,39 @@ def exchange_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         raise
 
 
+def exchange_on_all(group: TensorGroup | None, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """exchange_all on every rank of a group; where it fails on one, it is undone on all; a collective.
+
+    Args:
+        group: None for one process.
+        pairs: of this rank.
+    Raises:
+        Exception: what exchange_all raises, of the first rank that failed; or that the ranks could not talk.
+        LostWeightsError: on some rank the old weights are not back.
+    """
+    if group is None:
+        return exchange_all(pairs)
+    done: list[bool] = []
+
+    def exchange() -> None:
+        exchange_all(pairs)
+        done.append(True)
+
+    try:
+        group.together(exchange)
+    except BaseException as error:
+        if done:
+            _exchange_back(pairs, error)
+        raise
+
+
+def _exchange_back(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], error: BaseException) -> None:
+    try:
+        exchange_all(pairs)
+    except BaseException as second:
+        raise _lost(error, second) from error
+
+
 def copy_piece(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy at most EXCHANGE_BYTES."""
     target.copy_(source)
@@ -60,10 +90,14 @@ def _undo(
             live.copy_(staged)
         _wait_for(pieces[0][0].device)
     except BaseException as second:
-        raise LostWeightsError(
-            f"a weight update failed while it was written ({error}), and the old weights could not be brought back "
-            f"({second}): load the model again"
-        ) from error
+        raise _lost(error, second) from error
+
+
+def _lost(error: BaseException, second: BaseException) -> LostWeightsError:
+    return LostWeightsError(
+        f"a weight update failed while it was written ({error}), and the old weights could not be brought back "
+        f"({second}): load the model again"
+    )
 
 
 def _pieces(live: torch.Tensor, staged: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -18,7 +18,7 @@ from octavo.models.checkpoint.names import ParameterNames, is_ignored, parameter
 from octavo.models.checkpoint.safetensors_io import SafetensorsReader, TensorEntry, check_finite
 from octavo.models.decoder import Decoder
 from octavo.nn import DELAYED_BUFFERS, Linear
-from octavo.nn.live_weights import keeps_codes, live_tensors, make_tensors, pin_codes
+from octavo.nn.live_weights import keeps_codes, live_tensors, make_tensors, own_slices, pin_codes
 from octavo.nn.weights.delayed import SCALE_BUFFER
 from octavo.numerics import QuantizedTensor
 from octavo.numerics.scaling import reciprocal
@@ -91,7 +91,8 @@ class WeightStaging:
     the memory of the live weights once, on `device`, and the tensors of the parameters under way.
 
     Args:
-        model: whose weights are to be replaced; it is only read. Its codes are pinned (nn.pin_codes).
+        model: whose weights are to be replaced; it is only read. Its codes are pinned (nn.pin_codes). Where it is cut
+            among ranks, whole tensors come all the same, and this rank's slices are kept.
         layout: how the tensors hold codes; None for codes and scales as the model's recipe holds them.
         partial: names or patterns of the tensors that will come, where not all will; a parameter of which one is named
             needs all of its tensors.
@@ -290,7 +291,7 @@ class WeightStaging:
         else:
             parts = [bf16.read(self._arrived, *part) for part in parameter.part_shapes.items()]
         if linear is None or not keeps_codes(linear.recipe):
-            made = {parameter.name: self._merge(parameter, parts)}
+            made = {parameter.name: own_slices(self.model, parameter.name, self._merge(parameter, parts))}
         else:
             made = self._make_linear(parameter, linear, parts)
         for name, tensor in made.items():

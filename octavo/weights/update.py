@@ -11,12 +11,12 @@ from typing import Literal
 
 import torch
 
-from octavo.errors import BackendError, CheckpointError, RequestError
+from octavo.errors import BackendError, CheckpointError, LostWeightsError, RequestError
 from octavo.models import Decoder
 from octavo.models.checkpoint.layout import Layout
 from octavo.models.checkpoint.safetensors_io import TensorEntry
 from octavo.nn.live_weights import adopt_codes, live_tensors
-from octavo.weights.exchange import LostWeightsError, exchange_all
+from octavo.weights.exchange import exchange_on_all
 from octavo.weights.kv_scales.handover import KVPairs, pairs_of
 from octavo.weights.manifest import TensorSpec
 from octavo.weights.staging import Staged, WeightStaging
@@ -90,10 +90,13 @@ class WeightUpdate:
         """Say what will come, before the first tensor does.
 
         Raises:
-            CheckpointError: a manifest that does not fit the model.
+            CheckpointError: a manifest that does not fit the model. The transaction ends with it.
         """
         where = Path("manifest")
-        self.staging.declare(TensorEntry(name, spec.dtype, spec.shape, where) for name, spec in manifest.items())
+        entries = [TensorEntry(name, spec.dtype, spec.shape, where) for name, spec in manifest.items()]
+        staging = self.staging
+        with self._ending_at_error():
+            staging.declare(entries)
         self.manifest = manifest
 
     def stage(self, name: str, tensor: torch.Tensor) -> None:
@@ -137,18 +140,19 @@ class WeightUpdate:
     def write(self) -> int:
         """Write the verified weights over the live ones, in place: every tensor keeps its address.
 
-        To be called by Engine.commit_update, between two steps.
+        To be called by Engine.commit_update, between two steps; of a model that is cut among ranks by all of them.
 
         Returns:
             The model's new weight version.
         Raises:
-            BackendError: writing failed; the old weights are back, bit for bit.
+            BackendError: writing failed, on any rank; the old weights are back, bit for bit, on all.
             LostWeightsError: they are not.
         """
         live, staged = live_tensors(self.staging.model), self._staged
         assert staged is not None, "verify comes first"
         try:
-            exchange_all([(live[name], tensor) for name, tensor in staged.tensors.items()])
+            pairs = [(live[name], tensor) for name, tensor in staged.tensors.items()]
+            exchange_on_all(self.model.tensor_group, pairs)
         except BaseException as error:
             self.end(f"it failed while it was written: {error}")
             adopt_codes(self.model)  # restored with the weights that they were made of

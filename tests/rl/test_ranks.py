@@ -35,16 +35,19 @@ from tests.rl.test_loop import EASY, EasyTask
 from tests.rl.test_moe_replay import TwoTurns
 
 ORDERED = {"reduction": "ordered", "timeout_s": 60}
-OWN = ("timing_s/", "perf/", "engine/")  # a clock's, or of each rank's own cache
+OWN = ("timing_s/", "perf/", "engine/", "refit/bytes")  # a clock's, or a rank's own
 EXPERTS = {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 BLOCKS = {"hidden_size": 256, "intermediate_size": 256, **HEADS}  # all whole on 2 ranks, some on 4
 INEXACT = {"exact": False, "correction": {"kind": "token_tis"}, "trainer": {"recipe": "bf16"}}
+CUT = {"hidden_size": 256, "intermediate_size": 256, **HEADS, "head_dim": 128}  # whole blocks of each of 2 ranks
+SLOWLY = {"trainer": {"optimizer": {"lr": 1e-3, "weight_decay": 0.0, "max_grad_norm": 0.5}}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "exact": {"algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01}},
     "kept": {"trainer": {"gather_once": True, "micro_batch_sequences": 3}},
     "coded": {"model": BLOCKS, "parallel": {"all_gather_dtype": "fp8"}, "trainer": {"gather_once": True}},
     "lent": {"model": BLOCKS, "parallel": {"all_gather_dtype": "fp8"}, "rollout": {"keep_weights": False}},
+    "cut": {"model": CUT, "parallel": {"all_gather_dtype": "fp8"}, "rollout": {"tensor_parallel_size": 2}} | SLOWLY,
     "turns": {"algorithm": {"filter_groups": True, "max_gen_batches": 2}, "rollout": {"keep_weights": False}},
     "experts": {"model": EXPERTS, "trainer": {"micro_batch_sequences": 3}},
     "inexact": INEXACT | {"rollout": {"recipe": "blockwise", "keep_weights": False}},
@@ -77,6 +80,7 @@ def train(name: str, config: RLConfig, **keywords: Any) -> dict[str, Any]:
         "tokens": last.sequences,
         "logprobs": last.rollout_logprobs.tolist(),
         "rows": [summary(row) for row in result.history],
+        "bytes": [row["refit/bytes"] * config.rollout.tensor_parallel_size for row in result.history],
     }
 
 
@@ -212,6 +216,8 @@ FAULTS: dict[str, Fault] = {
     "lag": (INEXACT | {"asynchronous": {"max_policy_lag": 1}}, ConfigError, "asynchronous.max_policy_lag > 0 is not"),
     "history": (INEXACT | {"trainer": {"recipe": "delayed"}, "rollout": {"recipe": "bf16"}}, ConfigError, "'delayed'"),
     "scales": ({"rollout": {"kv_scales": "engine"}}, ConfigError, "rollout.kv_scales = 'engine' is not"),
+    "cut": ({"rollout": {"tensor_parallel_size": 2, "keep_weights": False}}, ConfigError, "keep_weights = false with"),
+    "cut apart": ({"rollout": {"tensor_parallel_size": 3}}, ConfigError, "must divide the number of ranks, got 3 for"),
     "uneven": ({"trainer": {"micro_batch_sequences": 0}}, ConfigError, "set trainer.micro_batch_sequences to (12|6), "),
 }
 
@@ -243,7 +249,9 @@ def ranks(
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "inexact"])
 def test_a_run_on_ranks_has_the_bits_of_one_process(name: str, ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, found = ranks
-    expected = train(name, config_of(folder / f"one-{name}", len(found), name))
+    config = config_of(folder / f"one-{name}", len(found), name)
+    whole = config.rollout.model_copy(update={"tensor_parallel_size": 1})
+    expected = train(name, config.model_copy(update={"rollout": whole}))
     assert all(each[name] == expected for each in found)
     own, one = folder / name, folder / f"one-{name}"
     assert (own / "final" / "model.safetensors").read_bytes() == (one / "final" / "model.safetensors").read_bytes()

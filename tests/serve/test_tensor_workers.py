@@ -71,13 +71,16 @@ def answers(llm: LLM) -> list[Any]:
 
 
 def test_two_ranks_answer_as_one_process(checkpoint: Path, llm: LLM) -> None:
-    assert answers(llm) == answers(LLM(checkpoint, **FP8, **LIMITS))
+    found = answers(llm)
+    assert found == answers(LLM(checkpoint, **FP8, **LIMITS))
     assert llm.engine.model.num_local_heads == (2, 2)
     assert all(process.poll() is None for process in processes(llm))
-    with pytest.raises(ConfigError, match="a weight update is not supported yet where tensor_parallel_size > 1"):
-        llm.update_weights(checkpoint)
+    llm.engine.reallocate_kv_cache()
+    assert answers(llm)[-1] == found[-1]
+    with pytest.raises(ConfigError, match="replace_weights changes the first rank's alone"):
+        llm.engine.replace_weights(lambda: 1)
     llm.model.mark_weights_updated()
-    with pytest.raises(ConfigError, match="writing into the model's weights is not supported yet"):
+    with pytest.raises(ConfigError, match="writing into the model's weights changes the first rank's alone"):
         llm.generate([[1, 2]])
 
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams, load_model, save_model
-from octavo.errors import BackendError, CheckpointError, RequestError
+from octavo.errors import BackendError, CheckpointError, LostWeightsError, RequestError
 from octavo.models import Decoder
 from octavo.models.checkpoint.safetensors_io import SafetensorsReader
 from octavo.nn import Linear, live_tensors
 from octavo.weights import exchange
-from octavo.weights.exchange import LostWeightsError
 from octavo.weights.manifest import TensorSpec, tensor_sha256
 from octavo.weights.update import WeightUpdate
 from tests.serve.random_models import make_model

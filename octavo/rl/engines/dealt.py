@@ -1,4 +1,7 @@
-"""The engines of several ranks as one: each samples its share of the prompts, and all of them get all completions."""
+"""The engines of several ranks as one: each samples its share of the prompts, and all of them get all completions.
+
+Ranks of a tensor-parallel group have a share together, and sample it as one batch.
+"""
 
 import dataclasses
 import functools
@@ -10,12 +13,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from octavo.distributed.mesh import Mesh
+from octavo.distributed.outcome import together
+from octavo.distributed.tensor_group import TensorGroup
 from octavo.errors import DataError
 from octavo.models import Decoder
 from octavo.models.tokenizer import Tokenizer
 from octavo.nn.finite_weights import check_finite_weights
 from octavo.nn.live_weights import renew_codes
-from octavo.parallel import copy_weights, gathered, give_memory, lent
+from octavo.parallel import copy_weights, gathered, give_memory, lent, parallelize
 from octavo.rl.engines.embedded import EmbeddedEngine
 from octavo.rl.engines.protocol import Generation, Prompt, SamplingSpec
 from octavo.serve import LLM
@@ -35,7 +40,7 @@ class _Answer:
 
 
 class DealtEngine(EmbeddedEngine):
-    """An LLM on each rank over the weights of one sharded policy, which are whole for as long as it samples.
+    """An LLM on each rank over the weights of one sharded policy, whole for as long as it samples, or cut.
 
     A request has the noise of its number among those of all ranks, so that it has the tokens of one process wherever
     its logits do not depend on what else is in the batch: exact numerics promise that.
@@ -45,6 +50,8 @@ class DealtEngine(EmbeddedEngine):
         sampler: the policy itself, or a view of it (octavo.rl.ranks), which its weights are lent to.
         mesh: of the ranks; all make each call, with the same arguments.
         keeps_weights: a view gets memory of its own, into which publish copies them; nothing is gathered between.
+        tensor_group: neighbours among which a view that keeps its weights is cut; None for a whole one, or for one that
+            shares the weights of a sampler that was cut.
         limits: LLM's.
     """
 
@@ -56,6 +63,7 @@ class DealtEngine(EmbeddedEngine):
         mesh: Mesh,
         *,
         keeps_weights: bool = False,
+        tensor_group: TensorGroup | None = None,
         **limits: Any,
     ) -> None:
         self._mesh, self._seconds = mesh, [0.0] * mesh.world_size
@@ -65,12 +73,16 @@ class DealtEngine(EmbeddedEngine):
         if keeps_weights:
             give_memory(sampler, mesh.device)
             copy_weights(policy, sampler)
+            if tensor_group is not None:
+                parallelize(sampler, tensor_group)
         elif sampler is policy:
             self._weights = functools.partial(gathered, policy)
-        else:
+        elif sampler.tensor_group is None:
             self._weights = functools.partial(lent, policy, sampler)
-        with self._weights():  # what is gathered lies at other addresses each time
-            super().__init__(LLM(sampler, tokenizer=tokenizer, enforce_eager=not keeps_weights, **limits))
+        self._num_sharing = 1 if sampler.tensor_group is None else sampler.tensor_group.size
+        is_lent = self._weights is not nullcontext  # at other addresses each time
+        with self._weights():
+            super().__init__(LLM(sampler, tokenizer=tokenizer, enforce_eager=is_lent, **limits))
 
     def generate(self, prompts: Sequence[Prompt], spec: SamplingSpec) -> list[Generation]:
         """See RolloutEngine; every rank returns the completions of all.
@@ -83,15 +95,17 @@ class DealtEngine(EmbeddedEngine):
         answers = self._mesh.gather_objects(self._answer(prompts, spec, num_before))
         self.llm.engine.num_requests = num_before + len(prompts)
         self._refuse(answers)
-        self._stats = [answer.stats for answer in answers]
+        self._stats = [answer.stats for answer in answers[:: self._num_sharing]]
         self._seconds = [old + answer.seconds for old, answer in zip(self._seconds, answers, strict=True)]
-        found = [generation for answer in answers for generation in answer.generations]
+        found = [generation for answer in answers[:: self._num_sharing] for generation in answer.generations]
         return _with_numbers(found, lambda _, numbers: list(numbers))
 
     def _answer(self, prompts: Sequence[Prompt], spec: SamplingSpec, num_before: int) -> _Answer:
         """Sample this rank's share of the prompts; what goes wrong is told to the others, who wait."""
         digest = hashlib.sha256(repr((list(prompts), spec, num_before)).encode()).hexdigest()
-        first, stop = (len(prompts) * rank // self._mesh.world_size for rank in (self._mesh.rank, self._mesh.rank + 1))
+        share, place = divmod(self._mesh.rank, self._num_sharing)
+        num_shares = self._mesh.world_size // self._num_sharing
+        first, stop = (len(prompts) * each // num_shares for each in (share, share + 1))
         found: list[Generation] = []
         error = None
         with self._weights():
@@ -101,7 +115,7 @@ class DealtEngine(EmbeddedEngine):
                 found = super().generate(prompts[first:stop], spec)
             except Exception as caught:
                 error = f"{type(caught).__name__}: {caught}"
-            found = _with_numbers(found, array)
+            found = _with_numbers(found, array) if place == 0 else []  # the others have the same
             return _Answer(digest, found, error, super().stats(), time.perf_counter() - began)
 
     def _refuse(self, answers: list[_Answer]) -> None:
@@ -124,7 +138,7 @@ class DealtEngine(EmbeddedEngine):
         began = time.perf_counter()
         self.begin_update(sampler, trainer.weight_version)  # which refuses another sampler
         copy_weights(trainer, sampler)
-        check_finite_weights(sampler)
+        together(self._mesh.host_group, lambda: check_finite_weights(sampler))  # ranks may hold different slices
         sampler.mark_weights_updated()
         sampler.weight_version = trainer.weight_version
         hand_over_scales()

@@ -3,8 +3,9 @@
 import math
 import time
 from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
-from octavo.errors import ConfigError, RequestError
+from octavo.errors import BackendError, ConfigError, RequestError
 from octavo.models import Decoder
 from octavo.models.stream_decoder import StreamDecoder
 from octavo.models.tokenizer import Tokenizer
@@ -29,6 +30,8 @@ from octavo.serve.engine.stats import EngineStats
 from octavo.serve.outputs import RequestOutput
 from octavo.serve.sampling_params import SamplingParams
 from octavo.weights.update import POLICIES, RunningPolicy, WeightUpdate
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -234,7 +237,7 @@ class Engine:
                 raise RequestError(f"the {what} changed while sequences were unfinished; finish or abort them first")
             if is_new and not is_checked:
                 check_finite_weights(self.model)
-            self._on_weights_updated(self.model.weight_version)
+            self._on_weights_written(self.model.weight_version)
         return self.weight_version
 
     def replace_weights(self, write: Callable[[], int], running: RunningPolicy = "wait") -> int:
@@ -255,8 +258,17 @@ class Engine:
         while self.has_pending:
             self.collect_pending()  # their tokens are of the old weights
         self._preempt_all()
-        self._on_weights_updated(write())
+        try:
+            version = write()
+        except BackendError:
+            self._on_weights_updated(self.weight_version)  # undoing wrote too, which is no news
+            raise
+        self._on_weights_updated(version)
         return self.weight_version
+
+    def _on_weights_written(self, weight_version: int) -> None:
+        """Take note of what refit has found."""
+        self._on_weights_updated(weight_version)
 
     def _on_weights_updated(self, weight_version: int) -> None:
         """Take note of new weights, or of new scales under the old ones; no request holds a page."""
@@ -269,6 +281,21 @@ class Engine:
 
     def _generation_of_scales(self) -> int:
         return 0 if self.model.kv_table is None else self.model.kv_table.generation
+
+    def begin_update(self, **given: Any) -> WeightUpdate:
+        """A transaction for commit_update; the arguments are WeightUpdate's, without the model."""
+        return WeightUpdate(self.model, **given)
+
+    def on_all_ranks(self, work: Callable[[], T]) -> T:
+        """Do what each rank of a model that is cut does for itself, such as staging; where it fails on one, all raise.
+
+        For one process it is a call.
+        """
+        if self.model.tensor_group is None:
+            return work()
+        done: list[T] = []
+        self.model.tensor_group.together(lambda: done.append(work()))
+        return done[0]
 
     def commit_update(self, update: WeightUpdate, running: RunningPolicy = "wait") -> int:
         """Put staged weights in the place of the live ones; tokens from now on carry the new version.

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from octavo.errors import OctavoError, RequestError
+from octavo.errors import LostWeightsError, OctavoError, RequestError
 from octavo.serve.engine.driver import EngineDriver
 from octavo.serve.engine.engine import Engine
 from octavo.serve.engine.request import (
@@ -26,7 +26,6 @@ from octavo.serve.engine.request import (
     delta_of,
 )
 from octavo.serve.engine.sequence import Sequence as EngineSequence
-from octavo.weights.exchange import LostWeightsError
 from octavo.weights.update import RunningPolicy, WeightUpdate
 
 # failing steps in a row after which the engine is given up

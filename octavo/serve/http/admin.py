@@ -7,7 +7,6 @@ from fastapi import APIRouter, Depends
 from pydantic import Field
 
 from octavo.errors import RequestError
-from octavo.serve.engine import Engine
 from octavo.serve.http.body import body_of, openapi_of
 from octavo.serve.http.errors import ApiError
 from octavo.serve.http.schema import Body
@@ -40,7 +39,7 @@ async def wake(service: ServiceOf) -> dict[str, str]:
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(service: ServiceOf) -> dict[str, str]:
     """Forget all cached prompts; running requests go on."""
-    await asyncio.wrap_future(service.engine.loop.run(Engine.reset_prefix_cache))
+    await asyncio.wrap_future(service.engine.loop.run(lambda engine: engine.reset_prefix_cache()))
     return {"status": service.state}
 
 

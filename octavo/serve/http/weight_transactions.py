@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import secrets
@@ -65,8 +66,8 @@ class WeightTransactions:
             ApiError: 409 while another is open and not to be replaced; 400 for a manifest that does not fit the model.
         """
         with self._making_room(replace) as transaction:
-            model = self._service.engine.loop.engine.model
-            update = await asyncio.to_thread(WeightUpdate, model, manifest=manifest, partial=partial)
+            begin = self._service.engine.loop.engine.begin_update
+            update = await asyncio.to_thread(begin, manifest=manifest, partial=partial)
             transaction.upload, transaction.is_busy = Upload(update, manifest), False
         self._postpone_expiry()
         return transaction
@@ -134,8 +135,9 @@ class WeightTransactions:
         if partial:
             refuse_part(self._service.engine.loop.engine.model)
         with self._making_room(replace) as transaction:
-            model = self._service.engine.loop.engine.model
-            update = await asyncio.to_thread(stage_checkpoint, model, directory, checksums=checksums, partial=partial)
+            engine = self._service.engine.loop.engine
+            stage = functools.partial(stage_checkpoint, engine.model, directory, begin=engine.begin_update)
+            update = await asyncio.to_thread(stage, checksums=checksums, partial=partial)
             version = await self._commit(update, running)
         self._end(transaction, "it was committed")
         return version

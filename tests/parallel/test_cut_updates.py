@@ -1,0 +1,97 @@
+"""update_weights of a model that torchrun's ranks have cut: each keeps the slices that a new model's cut would have."""
+
+from typing import Any
+
+import torch
+
+import octavo
+from octavo.distributed.tensor_group import TensorGroup
+from octavo.models import Decoder
+from octavo.models.checkpoint.names import parameter_names
+from octavo.nn import keep_codes_only
+from octavo.nn.live_weights import live_tensors, pin_codes
+from octavo.parallel import parallelize
+from octavo.weights import exchange
+from octavo.weights.manifest import tensor_sha256
+from tests.parallel.test_tensor_parallel import make, refusal
+from tests.ranks import run_group
+
+CASES: list[tuple[str, str, Any, bool]] = [
+    ("qwen3", "blockwise", "gather", True),
+    ("qwen3", "rowwise", "reduce", True),
+    ("llama", "rowwise", "gather", False),
+    ("llama", "bf16", "reduce", False),
+    ("gptj", "blockwise", "reduce", False),
+    ("gptj", "blockwise", "gather", True),
+    ("qwen3_moe", "blockwise", "gather", False),
+    ("qwen3", "delayed", "reduce", False),
+]
+
+
+def new_weights(family: str, recipe: str, hidden_size: int) -> Decoder:
+    model = make(family, recipe, hidden_size=hidden_size)
+    noise = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for param in model.parameters():
+            param += torch.randn(param.shape, generator=noise).to(param.dtype) / 50
+    model.mark_weights_updated()
+    return model
+
+
+def tensors_of(model: Decoder) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for parameter in parameter_names(model.config):
+        found |= parameter.split(model.get_parameter(parameter.name).detach())
+    return found
+
+
+def bits(model: Decoder) -> dict[str, torch.Tensor]:
+    pin_codes(model)
+    return {name: t.contiguous().view(torch.uint8).clone() for name, t in live_tensors(model).items() if t.dim()}
+
+
+def job(rank: int, world: int) -> dict[str, Any]:
+    group, found, hidden_size = TensorGroup.of(), dict[str, Any](), 128 * world
+    for family, recipe, mode, codes_only in CASES:
+        new = new_weights(family, recipe, hidden_size)
+        given = {name: tensor.clone() for name, tensor in tensors_of(new).items()}
+        given |= {name: buffer.clone() for name, buffer in new.named_buffers() if ".fp8_" in name}
+        cut = make(family, recipe, hidden_size=hidden_size)
+        for model in (cut, new) if codes_only else ():
+            keep_codes_only(model.requires_grad_(False))
+        for model in (cut, new):
+            parallelize(model, group, mode=mode)
+        llm = octavo.LLM(cut, num_kv_pages=4)
+        begin, old = cut.weight_version, bits(cut)
+        version = llm.update_weights(given)
+        after, expected = bits(cut), bits(new)
+        differing = [name for name in expected if not torch.equal(after[name], expected[name])]
+        same = [name for name in old if name.endswith(("weight", "codes.0")) and torch.equal(after[name], old[name])]
+        found[f"{family} {recipe} {mode}"] = version - begin, differing, same
+    checksums = {name: tensor_sha256(tensor) for name, tensor in given.items()}
+    if rank == 1:
+        given["model.norm.weight"] = -given["model.norm.weight"]
+    before = bits(cut)
+    found["flipped"] = refusal(lambda _: llm.update_weights(given, checksums=checksums), group)
+    copies, copy = [], exchange.copy_piece
+
+    def fail(target: torch.Tensor, source: torch.Tensor) -> None:
+        copies.append(1)
+        if rank == 1 and len(copies) == 5:
+            raise octavo.errors.BackendError("no memory")
+        copy(target, source)
+
+    exchange.copy_piece = fail
+    found["written"] = refusal(lambda _: llm.update_weights(given), group)
+    found["same"] = all(torch.equal(tensor, before[name]) for name, tensor in bits(cut).items())
+    found["version"] = cut.weight_version - begin
+    return found
+
+
+def test_each_rank_keeps_its_slices_of_an_update() -> None:
+    for found in run_group(job, 2):
+        for family, recipe, mode, _ in CASES:
+            assert found[f"{family} {recipe} {mode}"] == (1, [], []), (family, recipe, mode)
+        assert "CheckpointError: rank 1: model.norm.weight: the bytes do not have" in found["flipped"]
+        assert "rank 1: no memory); the old weights are back" in found["written"]
+        assert found["same"] and found["version"] == 1

@@ -12,9 +12,12 @@ import torch
 import torch.distributed as dist
 
 from octavo.distributed.symmetric import Shared, obstacle_to_sharing, share
+from octavo.numerics.scaling import Scaling
+from octavo.ops.norm.norm_quantize import NormQuantized
 
-# Above it NCCL's bandwidth counts for more than the one kernel's latency.
-MAX_BYTES = 256 << 10
+# What a rank sends at most; above it NCCL's bandwidth counts for more than the one kernel's latency.
+MAX_SENT_BYTES = 256 << 10
+MAX_SENT_BYTES_OF_TWO = 4 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +45,12 @@ class OneShot:
         torch.cuda.synchronize(own.device)
         shared.barrier()  # zeros everywhere before a rank sets a flag
         torch.cuda.synchronize(own.device)
+        sent = MAX_SENT_BYTES_OF_TWO if self.world == 2 else MAX_SENT_BYTES // (self.world - 1)
+        self.max_bytes = min(sent, triton.MOST * triton.REGION_BYTES)
 
     def gather_columns(self, piece: torch.Tensor) -> torch.Tensor | None:
         """Every rank's columns [T, n] contiguous, by rank: [T, ranks * n]; None for what does not fit."""
-        if piece.nbytes > MAX_BYTES or piece.shape[1] * piece.itemsize % 4:
+        if piece.nbytes > self.max_bytes or piece.shape[1] * piece.itemsize % 4:
             return None
         out = piece.new_empty(piece.shape[0], self.world * piece.shape[1])
         words, result = piece.view(torch.int32), out.view(torch.int32)
@@ -54,7 +59,7 @@ class OneShot:
 
     def gather_codes(self, codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Columns of codes [T, n] uint8 and of scales, stored as [n / 128, T] fp32; None for what does not fit."""
-        if codes.nbytes > MAX_BYTES:
+        if codes.nbytes + scales.nbytes > self.max_bytes:
             return None
         out = codes.new_empty(codes.shape[0], self.world * codes.shape[1])
         out_scales = scales.new_empty(self.world * scales.shape[0], scales.shape[1])
@@ -65,13 +70,35 @@ class OneShot:
 
     def add(self, part: torch.Tensor) -> torch.Tensor | None:
         """The sum of all ranks' parts, in fp32 in the order of the ranks, in their dtype; None if it does not fit."""
-        if part.nbytes > MAX_BYTES or part.dtype not in (torch.bfloat16, torch.float32):
+        if part.nbytes > self.max_bytes or part.dtype not in (torch.bfloat16, torch.float32):
             return None
         part = part.contiguous()
         out = torch.empty_like(part)
         arguments = out, part, self._staging, self._flags, self._counters, self.rank, part.numel()
         self._kernels.launch(self._kernels.add_parts, part.numel(), self.world, part, *arguments)
         return out
+
+    def norm_quantize(
+        self,
+        part: torch.Tensor,
+        is_sum: bool,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        eps: float,
+        kind: str,
+        zero_centered_gamma: bool,
+        scaling: Scaling,
+    ) -> NormQuantized | None:
+        """ops.norm.norm_quantize of what the ranks' parts make, codes along rows alone; None for what does not fit."""
+        from octavo.ops.norm.norm_quantize import triton
+
+        if part.nbytes > self.max_bytes or not triton.can_exchange(part, weight.numel(), scaling):
+            return None
+        exchange = triton.Exchange((self._staging, self._flags, self._counters), self.rank, self.world, is_sum)
+        arguments = weight, bias, residual, eps, kind, zero_centered_gamma, scaling
+        rows, summed, mean, rstd = triton.exchange_norm_quantize(part.contiguous(), exchange, *arguments)
+        return NormQuantized(rows, None, summed, None, mean if kind == "layer_norm" else None, rstd)
 
     def _launch(
         self, x: torch.Tensor, out: torch.Tensor, rest: torch.Tensor | None, out_rest: torch.Tensor | None
@@ -84,9 +111,9 @@ class OneShot:
 
 def staging_bytes(world: int) -> int:
     """Of the regions of two turns."""
-    from octavo.ops.one_shot.triton import MOST, REGION
+    from octavo.ops.one_shot.triton import MOST, REGION_BYTES
 
-    return 2 * world * MOST * REGION * 4
+    return 2 * world * MOST * REGION_BYTES
 
 
 def num_bytes(world: int) -> int:

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from octavo.deprecation import former_keywords
-from octavo.distributed.tensor_group import TensorGroup
+from octavo.distributed.tensor_group import Parts, TensorGroup, whole
 from octavo.errors import DtypeError, RecipeError, ShapeError
 from octavo.models.checkpoint.kv_scales import KVScales
 from octavo.models.config import ModelConfig
@@ -165,13 +165,13 @@ class Decoder(FusedLayer):
                 f"{tuple(token_ids.shape)}; sequences follow each other without padding"
             )
         x = F.embedding(token_ids, self.embed_tokens.weight)  # [T, hidden_size]
-        addend = None
+        addend: torch.Tensor | Parts | None = None
         for layer in self.layers:
             if not torch.is_grad_enabled() and self.fuses(layer):
                 x, addend = layer.advance(x, addend, context)  # type: ignore[operator]
             else:
-                x, addend = layer(x if addend is None else x + addend, context), None
-        return self.norm(x if addend is None else x + addend)
+                x, addend = layer(x if addend is None else x + whole(addend), context), None
+        return self.norm(x if addend is None else x + whole(addend))
 
     def fused_modules(self) -> list[nn.Module]:
         """See FusedLayer: without gradients the sum at the end of a layer is made by the next one's norm."""

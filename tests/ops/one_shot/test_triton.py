@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from octavo.numerics import Scaling
+from octavo.ops.norm.norm_quantize import triton as norms
 from octavo.ops.one_shot import reference
 from octavo.ops.one_shot import triton as kernels
 from octavo.testing import assert_bitwise
@@ -17,7 +19,8 @@ class Place:
     """Staging memory and flags of two ranks, as they are in a turn."""
 
     def __init__(self, dtype: torch.dtype, rank: int, count: int) -> None:
-        size = (WORLD, 2, WORLD, kernels.MOST, kernels.REGION)  # [owner, turn, from, program, region]
+        region = kernels.REGION_BYTES // dtype.itemsize
+        size = (WORLD, 2, WORLD, kernels.MOST, region)  # [owner, turn, from, program, region]
         self.memory = torch.zeros(size, dtype=dtype, device=DEVICE)
         self.flags = torch.full((WORLD, WORLD, kernels.MOST), count, dtype=torch.int32, device=DEVICE)
         self.counters = torch.full((kernels.MOST,), count, dtype=torch.int32, device=DEVICE)
@@ -26,16 +29,28 @@ class Place:
         addresses = [[part.data_ptr() for part in parts] for parts in (self.memory, self.flags)]
         self.staging, self.flag_places = (torch.tensor(each, device=DEVICE) for each in addresses)
 
-    def receive(self, message: torch.Tensor) -> None:
-        self.region(self.rank, 1 - self.rank)[: message.numel()] = message.flatten()
+    def receive(self, message: torch.Tensor, block: int = kernels.MIN_BLOCK) -> None:
+        for program, part in enumerate(message.flatten().split(block)):
+            self.region(self.rank, 1 - self.rank)[program, : len(part)] = part
 
     def region(self, owner: int, sender: int) -> torch.Tensor:
-        return self.memory[owner, self.turn, sender].view(-1)
+        return self.memory[owner, self.turn, sender]
 
-    def check_sent(self, message: torch.Tensor, count: int) -> None:
-        sent = self.region(1 - self.rank, self.rank)[: message.numel()]
-        assert_bitwise(sent, message.flatten())
-        num_programs = -(-message.numel() // kernels.REGION)
+    def check_sent(self, message: torch.Tensor, count: int, block: int = kernels.MIN_BLOCK) -> None:
+        parts = message.flatten().split(block)
+        for program, part in enumerate(parts):
+            assert_bitwise(self.region(1 - self.rank, self.rank)[program, : len(part)], part)
+        self.check_flags(len(parts), count)
+
+    def check_sent_rows(self, part: torch.Tensor, count: int, rows: int, block_k: int) -> None:
+        """As check_sent, of a norm's program with so many rows, which lie as far apart as its tile is wide."""
+        tiles = part.split(rows)
+        for program, tile in enumerate(tiles):
+            sent = self.region(1 - self.rank, self.rank)[program, : rows * block_k].view(rows, block_k)
+            assert_bitwise(sent[: len(tile), : tile.shape[1]], tile)
+        self.check_flags(len(tiles), count)
+
+    def check_flags(self, num_programs: int, count: int) -> None:
         for flags in (self.flags[1 - self.rank, self.rank], self.counters):
             assert (flags[:num_programs] == count + 1).all() and (flags[num_programs:] == count).all()
 
@@ -74,3 +89,33 @@ def test_add(shape: tuple[int, int], rank: int, dtype: torch.dtype) -> None:
     kernels.launch(kernels.add_parts, out.numel(), WORLD, out, out, parts[rank], *shared, rank, out.numel())
     assert_bitwise(out, reference.add(parts))
     place.check_sent(parts[rank], 3)
+
+
+@pytest.mark.parametrize("kind", ["block_1x128", "per_row"])
+@pytest.mark.parametrize("is_sum", [True, False], ids=["sum", "columns"])
+@pytest.mark.parametrize("rank", range(WORLD))
+@pytest.mark.parametrize("shape", [(1, 4096), (3, 4096), (2, 6144), (20, 256)], ids=str)
+def test_norm_of_parts(shape: tuple[int, int], rank: int, is_sum: bool, kind: str) -> None:
+    width = shape[1] if is_sum else shape[1] // WORLD
+    parts = [torch.randn(shape[0], width, device=DEVICE).bfloat16() for _ in range(WORLD)]
+    residual, weight = torch.randn(shape, device=DEVICE).bfloat16(), torch.rand(shape[1], device=DEVICE).bfloat16()
+    rows, block_k, _ = norms.row_tile(shape[1])
+    # a program's rows lie as far apart as the tile is wide
+    messages = [torch.nn.functional.pad(part, (0, block_k - width)) for part in parts]
+    place = Place(torch.bfloat16, rank, 3)
+    place.receive(messages[1 - rank], rows * block_k)
+    shared = place.staging, place.flag_places, place.counters
+    exchange = norms.Exchange(shared, rank, WORLD, is_sum)
+    scaling = Scaling.of_kind(kind)
+    assert norms.can_exchange(parts[rank], shape[1], scaling)
+    arguments = weight, None, residual, 1e-6, "rms_norm", False, scaling
+    codes, summed, _, rstd = norms.exchange_norm_quantize(parts[rank], exchange, *arguments)
+    whole = reference.add(parts) if is_sum else reference.gather(parts)
+    wanted = norms.norm_quantize(
+        whole, weight, None, residual, None, None, 1e-6, "rms_norm", False, scaling, None, None
+    )
+    assert_bitwise(codes.qdata.view(torch.uint8), wanted[0].view(torch.uint8))
+    assert_bitwise(codes.scale, wanted[1])
+    assert_bitwise(summed, wanted[4])
+    assert_bitwise(rstd, wanted[8])
+    place.check_sent_rows(parts[rank], 3, rows, block_k)

@@ -86,6 +86,11 @@ class TensorGroup:
         return QuantizedTensor.trusted(qdata, of_scales.reshape(-1, tokens).t(), piece.scaling)
 
     @torch.no_grad()
+    def gather(self, piece: torch.Tensor) -> torch.Tensor:
+        """Every rank's columns [T, n], by rank -> [T, size * n], apart from autograd."""
+        return self._gathered(piece)
+
+    @torch.no_grad()
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' parts, apart from autograd; the same bits on all ranks."""
         return _summed(part, self)
@@ -136,7 +141,7 @@ class Parts:
 
     def whole(self) -> torch.Tensor:
         """[T, K], the same on all ranks; without gradients."""
-        return self.tensor_group.sum(self.own) if self.is_sum else self.tensor_group._gathered(self.own)
+        return self.tensor_group.sum(self.own) if self.is_sum else self.tensor_group.gather(self.own)
 
     def norm_quantize(
         self,

@@ -12,11 +12,11 @@ from bench.serve.measure import EngineRun, median_run, percentile, run_requests,
 from bench.serve.rows import add_runs
 from bench.serve.workloads import MAX_NUM_SEQS, MEMORY_SHARE, WORKLOADS, Requests, Workload, shrink
 from bench.speed.scale.session import Session
-from bench.speed.tensor.models import GATHER, ONE_GPU, REDUCE, Layout, build, config_of
+from bench.speed.tensor.models import GATHER, GATHER_EXACT, ONE_GPU, REDUCE, Layout, build, config_of
 from octavo.serve import LLM
 from octavo.serve.engine import Engine
 
-LAYOUTS = (ONE_GPU, REDUCE, GATHER)
+LAYOUTS = (ONE_GPU, REDUCE, GATHER, GATHER_EXACT)
 _NUM_RUNS = 3
 _PROFILED_TOKENS, _TOP_KERNELS = 40, 24
 
@@ -57,8 +57,8 @@ def _run(session: Session, workload: Workload, requests: Requests, layout: Layou
         session.mesh.barrier()
         runs.append(run_requests(llm.engine, requests, "cpu", math.inf))
     run = median_run(runs)
-    name = "one GPU alone" if layout.mode is None else f"{session.mesh.world_size} GPUs, {layout.label}"
-    case = f"{workload.label}: {name}{', exact' if layout.exact else ''}"
+    name = layout.label if layout.mode is None else f"{session.mesh.world_size} GPUs, {layout.label}"
+    case = f"{workload.label}: {name}"
     base = found.get(ONE_GPU.label)
     peer = (f"{workload.label}: one GPU alone", base.output_tokens_per_s) if base else (None, None)
     add_runs(session.record, case, runs, peer=peer[0], peer_value=peer[1])
@@ -70,7 +70,7 @@ def _run(session: Session, workload: Workload, requests: Requests, layout: Layou
         ratio = run.output_tokens_per_s / base.output_tokens_per_s
         session.record.add_ratio(case, f"{THROUGHPUT} over one GPU", ratio, peer[0])
         said += f", {ratio:.3f} of one GPU"
-    if layout is GATHER and REDUCE.label in found:
+    if layout.exact and REDUCE.label in found:
         ratio = run.output_tokens_per_s / found[REDUCE.label].output_tokens_per_s
         session.record.add_ratio(case, f"{THROUGHPUT}, exact over reduce", ratio, f"{workload.label}: reduce")
         said += f", {ratio:.3f} of reduce"

@@ -41,6 +41,7 @@ class OneShot:
         staging = [buffer.data_ptr() for buffer in shared.buffers]
         self._staging = torch.tensor(staging, dtype=torch.int64, device=own.device)
         self._flags = self._staging + staging_bytes(self.world)
+        self._packets = self._flags + flag_bytes(self.world)
         self._counters = torch.zeros(triton.MOST, dtype=torch.int32, device=own.device)
         torch.cuda.synchronize(own.device)
         shared.barrier()  # zeros everywhere before a rank sets a flag
@@ -95,7 +96,8 @@ class OneShot:
 
         if part.nbytes > self.max_bytes or not triton.can_exchange(part, weight.numel(), scaling):
             return None
-        exchange = triton.Exchange((self._staging, self._flags, self._counters), self.rank, self.world, is_sum)
+        shared = self._staging, self._flags, self._counters, self._packets
+        exchange = triton.Exchange(shared, self.rank, self.world, is_sum)
         arguments = weight, bias, residual, eps, kind, zero_centered_gamma, scaling
         rows, summed, mean, rstd = triton.exchange_norm_quantize(part.contiguous(), exchange, *arguments)
         return NormQuantized(rows, None, summed, None, mean if kind == "layer_norm" else None, rstd)
@@ -103,10 +105,14 @@ class OneShot:
     def _launch(
         self, x: torch.Tensor, out: torch.Tensor, rest: torch.Tensor | None, out_rest: torch.Tensor | None
     ) -> None:
-        num_rest = 0 if rest is None else rest.numel()
-        sizes = self.rank, x.numel(), x.shape[1], num_rest
-        arguments = out, out_rest, x, rest, self._staging, self._flags, self._counters, *sizes
-        self._kernels.launch(self._kernels.gather_columns, x.numel() + num_rest, self.world, x, *arguments)
+        num_words = x.numel() + (0 if rest is None else rest.numel())
+        sizes = self.rank, x.numel(), x.shape[1], num_words - x.numel()
+        if self._kernels.fits_packets(num_words):
+            kernel, places = self._kernels.gather_packets, [self._packets]
+        else:
+            kernel, places = self._kernels.gather_columns, [self._staging, self._flags]
+        arguments = out, out_rest, x, rest, *places, self._counters, *sizes
+        self._kernels.launch(kernel, num_words, self.world, x, *arguments)
 
 
 def staging_bytes(world: int) -> int:
@@ -116,11 +122,18 @@ def staging_bytes(world: int) -> int:
     return 2 * world * MOST * REGION_BYTES
 
 
-def num_bytes(world: int) -> int:
-    """Of a rank's buffer: staging and flags."""
+def flag_bytes(world: int) -> int:
+    """Of the flags."""
     from octavo.ops.one_shot.triton import MOST
 
-    return staging_bytes(world) + world * MOST * 4
+    return world * MOST * 4
+
+
+def num_bytes(world: int) -> int:
+    """Of a rank's buffer: staging, flags and packets."""
+    from octavo.ops.one_shot.triton import FEW, PACKETS
+
+    return staging_bytes(world) + flag_bytes(world) + 2 * world * FEW * PACKETS * 8
 
 
 _kept: weakref.WeakKeyDictionary[Any, OneShot | str] = weakref.WeakKeyDictionary()

@@ -213,7 +213,7 @@ def test_codes_alone_are_cut_too(inferred: list[dict[str, Any]]) -> None:
 
 def test_reduce_is_said_to_have_other_bits(inferred: list[dict[str, Any]]) -> None:
     for found in inferred:
-        assert "8 linears cut" in found["text"] and "reduce: partial sums are added" in found["text"]
+        assert "9 linears cut" in found["text"] and "reduce: partial sums are added" in found["text"]
         assert found["share"] < 0.6
         assert 20 < found["reduce"] < 60  # re-quantization spreads a difference over the layers
 

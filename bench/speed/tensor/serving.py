@@ -48,7 +48,7 @@ def _measure(session: Session, workload: Workload) -> None:
 
 def _run(session: Session, workload: Workload, requests: Requests, layout: Layout, found: dict[str, EngineRun]) -> None:
     model = build(session, config_of(session), layout)
-    limits = {"max_num_seqs": min(MAX_NUM_SEQS, len(requests)), "max_model_len": workload.max_len}
+    limits: dict[str, float] = {"max_num_seqs": min(MAX_NUM_SEQS, len(requests)), "max_model_len": workload.max_len}
     limits |= {"gpu_memory_utilization": MEMORY_SHARE}
     llm = LLM(model, enable_prefix_caching=False, **(QUICK_LIMITS if session.is_toy else limits))  # type: ignore[arg-type]
     warm_up(llm.engine, requests, math.inf)

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.ops._runtime.launch.triton import launcher_of, let_next_begin, on_device_of
-from octavo.ops.one_shot.triton import exchange_rows
+from octavo.ops._runtime.launch.triton import launcher_of, let_next_begin, on_device_of, wait_for_last
+from octavo.ops.one_shot.triton import exchange_few_rows, exchange_rows
 from octavo.ops.quantize.triton.casts import round_to, widen
 from octavo.ops.quantize.triton.device import emit, emit_tile
 
@@ -93,15 +93,18 @@ def load_beta(bias, cols, col_is_in):
 
 @triton.jit
 def load_sum(
-    x, residual, exchange, stride_xm, stride_rm, first_row, rows, cols, is_in, G: tl.constexpr, IS_SUM: tl.constexpr
+    x, residual, exchange, stride_xm, stride_rm, first_row, rows, cols, row_is_in, is_in,
+    G: tl.constexpr, IS_SUM: tl.constexpr,
 ):  # fmt: skip
     """x + residual at these places, rounded to x's dtype, in fp32; x is what all ranks' make, where they exchange."""
     # Offsets are kept relative to the first row: a 64-bit address for every element would spill registers.
     if exchange is None:
         values = tl.load(x + first_row * stride_xm + rows[:, None] * stride_xm + cols[None, :], mask=is_in, other=0.0)
+        values = widen(values)
+    elif exchange[5] is not None:
+        values = exchange_few_rows(x, exchange, stride_xm, first_row, rows, cols, row_is_in, G, IS_SUM)
     else:
-        values = exchange_rows(x, exchange, stride_xm, first_row, rows, cols, is_in, G, IS_SUM)
-    values = widen(values)
+        values = widen(exchange_rows(x, exchange, stride_xm, first_row, rows, cols, is_in, G, IS_SUM))
     if residual is not None:
         places = residual + first_row * stride_rm + rows[:, None] * stride_rm + cols[None, :]
         values = values + widen(tl.load(places, mask=is_in, other=0.0))
@@ -130,7 +133,7 @@ def norm_tile(
     row_is_in = rows < T - first_row
     col_is_in = cols < K
     is_in = row_is_in[:, None] & col_is_in[None, :]
-    values = load_sum(x, residual, exchange, stride_xm, stride_rm, first_row, rows, cols, is_in, G, IS_SUM)
+    values = load_sum(x, residual, exchange, stride_xm, stride_rm, first_row, rows, cols, row_is_in, is_in, G, IS_SUM)
     if residual is not None:
         store_rows(summed, K, first_row, rows, cols, values, is_in)
     mean, rstd = row_statistics(values, col_is_in, K, eps, HAS_MEAN)
@@ -172,7 +175,7 @@ def norm_long_rows(
     for start in range(0, K, BLOCK_K):
         cols = start + tl.arange(0, BLOCK_K).to(tl.int64)
         is_in = (cols < K)[None, :]
-        values = load_sum(x, residual, None, stride_xm, stride_rm, row, rows, cols, is_in, 1, False)
+        values = load_sum(x, residual, None, stride_xm, stride_rm, row, rows, cols, None, is_in, 1, False)
         if residual is not None:
             store_rows(summed, K, row, rows, cols, values, is_in)
         total += values if HAS_MEAN else values * values
@@ -183,7 +186,7 @@ def norm_long_rows(
         for start in range(0, K, BLOCK_K):
             cols = start + tl.arange(0, BLOCK_K).to(tl.int64)
             is_in = (cols < K)[None, :]
-            values = load_sum(x, residual, None, stride_xm, stride_rm, row, rows, cols, is_in, 1, False)
+            values = load_sum(x, residual, None, stride_xm, stride_rm, row, rows, cols, None, is_in, 1, False)
             centred = tl.where(is_in, values - mean[:, None], 0.0)
             total += centred * centred
     else:
@@ -194,7 +197,7 @@ def norm_long_rows(
         cols = start + tl.arange(0, BLOCK_K).to(tl.int64)
         col_is_in = cols < K
         # From x and residual again: what other threads stored in `summed` may not be seen yet.
-        values = load_sum(x, residual, None, stride_xm, stride_rm, row, rows, cols, col_is_in[None, :], 1, False)
+        values = load_sum(x, residual, None, stride_xm, stride_rm, row, rows, cols, None, col_is_in[None, :], 1, False)
         gamma = load_gamma(weight, cols, col_is_in, ZERO_CENTERED)
         beta = load_beta(bias, cols, col_is_in)
         normed = normalize(values, mean, rstd, gamma, beta, HAS_MEAN, bias is not None)
@@ -279,10 +282,11 @@ def norm_quantize_rows(
     ROW_OUT, STORED_OUT, col_amax, tensor_amax, infinite, summed, mean_out, rstd_out, x, residual, weight, bias,
     exchange, stride_xm, stride_rm, T, K, eps, ROW_RULE: tl.constexpr, STORED_RULE: tl.constexpr,
     ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, ROW_TILES: tl.constexpr,
-    STAGES: tl.constexpr, G: tl.constexpr, IS_SUM: tl.constexpr,
+    STAGES: tl.constexpr, G: tl.constexpr, IS_SUM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The row part of ROW_TILES tiles a program."""
     let_next_begin()
+    wait_for_last(EARLY)
     if col_amax is None and tensor_amax is None:
         _row_part(
             ROW_OUT, STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, exchange, stride_xm, stride_rm,

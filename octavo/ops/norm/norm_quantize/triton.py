@@ -16,7 +16,7 @@ import triton
 from octavo.numerics.infinity import infinity_flag
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
-from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
+from octavo.ops._runtime.launch.triton import EARLY_ROWS, can_begin_early, launcher_of, on_device_of
 from octavo.ops.norm.triton import (
     LONGEST_ROW,
     NormLaunch,
@@ -25,13 +25,16 @@ from octavo.ops.norm.triton import (
     norm_quantize_tiles,
     row_tile,
 )
-from octavo.ops.one_shot.triton import MOST, REGION_BYTES
+from octavo.ops.one_shot.triton import FEW, MOST, PACKETS, REGION_BYTES
 from octavo.ops.quantize.triton import Emission, Step, quantize_matrix
 
 # Tiles of rows whose amaxes a program folds before it folds them into memory: of the columns, of the whole tensor; and
 # how many times the warps of a program without amaxes it has, and the stages of that loop's loads.
 COLUMN_AMAX_LOOP = (32, 1, 1)
 TENSOR_AMAX_LOOP = (4, 1, 1)
+
+# And how many times those warps where ranks exchange: a message waits for no other.
+EXCHANGE_WARPS = 2
 
 ROW_LOCAL_KINDS = ("per_row", "block_1x128", "mx_1x32")
 
@@ -73,13 +76,13 @@ class Exchange(NamedTuple):
     """How the ranks of a tensor-parallel group put x together: see octavo.ops.one_shot.triton.
 
     Attributes:
-        shared: staging, flags, counters.
+        shared: staging, flags, counters, packets.
         rank: this one.
         world: how many there are.
         is_sum: their parts [T, K] are added; else their columns [T, K / world] stand side by side.
     """
 
-    shared: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    shared: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
     rank: int
     world: int
     is_sum: bool
@@ -188,17 +191,25 @@ class _Call:
         rows, block_k, num_warps = row_tile(self.K)
         loop = COLUMN_AMAX_LOOP if outs[2] is not None else TENSOR_AMAX_LOOP if outs[3] is not None else (1, 1, 1)
         row_tiles, more_warps, stages = loop
+        early = self.T <= EARLY_ROWS and can_begin_early(self.x.device)
         world, is_sum, shared = 1, False, None
         if self.exchange is not None:
+            more_warps = EXCHANGE_WARPS
             world, is_sum = self.exchange.world, self.exchange.is_sum
-            shared = (*self.exchange.shared, self.exchange.rank, self.x.shape[1])
+            *of_all, packets = self.exchange.shared
+            shared = (*of_all, self.exchange.rank, self.x.shape[1], packets if self._is_few(rows, block_k) else None)
         launch = launcher_of(
             norm_quantize_rows, **rules, ROWS=rows, BLOCK_K=block_k, ROW_TILES=row_tiles, STAGES=stages, G=world,
-            IS_SUM=is_sum, num_warps=num_warps * more_warps, **self.options,
+            IS_SUM=is_sum, EARLY=early, launch_pdl=early, num_warps=num_warps * more_warps, **self.options,
         )  # fmt: skip
         infinite = None if outs[3] is None else infinity_flag(self.x.device)
         operands = (*outs, infinite, *self.norm.outputs, *self.norm.sources, shared, *self.norm.strides)
         launch((triton.cdiv(self.T, rows * row_tiles),), *operands, self.T, self.K, eps)
+
+    def _is_few(self, rows: int, block_k: int) -> bool:
+        """Whether the ranks' parts travel in packets, of two numbers each."""
+        is_paired = self.x.dtype == torch.bfloat16 and self.x.shape[1] % 2 == self.x.stride(0) % 2 == 0
+        return is_paired and rows * block_k // 2 <= PACKETS and triton.cdiv(self.T, rows) <= FEW
 
     def _launch_tiles(self, step: Step) -> None:
         launch = launcher_of(

@@ -107,8 +107,8 @@ def forward_tiles(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Emit a tile of the activation of x, and x's FP8 copy."""
-    let_next_begin()
     wait_for_last(EARLY)
+    let_next_begin()
     num_tiles_f = tl.cdiv(F, BLOCK_F)
     tile_t = tl.program_id(0) // num_tiles_f
     tile_f = tl.program_id(0) % num_tiles_f

@@ -94,17 +94,20 @@ def load_beta(bias, cols, col_is_in):
 @triton.jit
 def load_sum(
     x, residual, exchange, stride_xm, stride_rm, first_row, rows, cols, row_is_in, is_in,
-    G: tl.constexpr, IS_SUM: tl.constexpr,
+    WAY: tl.constexpr,
 ):  # fmt: skip
-    """x + residual at these places, rounded to x's dtype, in fp32; x is what all ranks' make, where they exchange."""
+    """x + residual at these places, rounded to x's dtype, in fp32; x is what all ranks' make, where they exchange.
+
+    WAY: (ranks, whether their parts are added, whether they travel in packets), or None.
+    """
     # Offsets are kept relative to the first row: a 64-bit address for every element would spill registers.
     if exchange is None:
         values = tl.load(x + first_row * stride_xm + rows[:, None] * stride_xm + cols[None, :], mask=is_in, other=0.0)
         values = widen(values)
-    elif exchange[5] is not None:
-        values = exchange_few_rows(x, exchange, stride_xm, first_row, rows, cols, row_is_in, G, IS_SUM)
+    elif WAY[2]:
+        values = exchange_few_rows(x, exchange, stride_xm, first_row, rows, cols, row_is_in, WAY[0], WAY[1])
     else:
-        values = widen(exchange_rows(x, exchange, stride_xm, first_row, rows, cols, is_in, G, IS_SUM))
+        values = widen(exchange_rows(x, exchange, stride_xm, first_row, rows, cols, is_in, WAY[0], WAY[1]))
     if residual is not None:
         places = residual + first_row * stride_rm + rows[:, None] * stride_rm + cols[None, :]
         values = values + widen(tl.load(places, mask=is_in, other=0.0))
@@ -123,7 +126,7 @@ def store_rows(places, K, first_row, rows, cols, values, is_in):
 def norm_tile(
     STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, exchange, stride_xm, stride_rm, tile, T, K, eps,
     STORED_RULE: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-    G: tl.constexpr, IS_SUM: tl.constexpr,
+    WAY: tl.constexpr,
 ):  # fmt: skip
     """All but the norm's store of one tile of whole rows: (norm [ROWS, BLOCK_K], first row, rows, columns, mask)."""
     HAS_MEAN: tl.constexpr = mean_out is not None
@@ -133,7 +136,7 @@ def norm_tile(
     row_is_in = rows < T - first_row
     col_is_in = cols < K
     is_in = row_is_in[:, None] & col_is_in[None, :]
-    values = load_sum(x, residual, exchange, stride_xm, stride_rm, first_row, rows, cols, row_is_in, is_in, G, IS_SUM)
+    values = load_sum(x, residual, exchange, stride_xm, stride_rm, first_row, rows, cols, row_is_in, is_in, WAY)
     if residual is not None:
         store_rows(summed, K, first_row, rows, cols, values, is_in)
     mean, rstd = row_statistics(values, col_is_in, K, eps, HAS_MEAN)
@@ -156,7 +159,7 @@ def norm_rows(
     """ROWS whole rows a program."""
     normed, first_row, rows, cols, is_in = norm_tile(
         None, summed, mean_out, rstd_out, x, residual, weight, bias, None, stride_xm, stride_rm, tl.program_id(0), T, K,
-        eps, None, ZERO_CENTERED, ROWS, BLOCK_K, 1, False,
+        eps, None, ZERO_CENTERED, ROWS, BLOCK_K, None,
     )  # fmt: skip
     store_rows(y, K, first_row, rows, cols, normed, is_in)
 
@@ -175,7 +178,7 @@ def norm_long_rows(
     for start in range(0, K, BLOCK_K):
         cols = start + tl.arange(0, BLOCK_K).to(tl.int64)
         is_in = (cols < K)[None, :]
-        values = load_sum(x, residual, None, stride_xm, stride_rm, row, rows, cols, None, is_in, 1, False)
+        values = load_sum(x, residual, None, stride_xm, stride_rm, row, rows, cols, None, is_in, None)
         if residual is not None:
             store_rows(summed, K, row, rows, cols, values, is_in)
         total += values if HAS_MEAN else values * values
@@ -186,7 +189,7 @@ def norm_long_rows(
         for start in range(0, K, BLOCK_K):
             cols = start + tl.arange(0, BLOCK_K).to(tl.int64)
             is_in = (cols < K)[None, :]
-            values = load_sum(x, residual, None, stride_xm, stride_rm, row, rows, cols, None, is_in, 1, False)
+            values = load_sum(x, residual, None, stride_xm, stride_rm, row, rows, cols, None, is_in, None)
             centred = tl.where(is_in, values - mean[:, None], 0.0)
             total += centred * centred
     else:
@@ -197,7 +200,7 @@ def norm_long_rows(
         cols = start + tl.arange(0, BLOCK_K).to(tl.int64)
         col_is_in = cols < K
         # From x and residual again: what other threads stored in `summed` may not be seen yet.
-        values = load_sum(x, residual, None, stride_xm, stride_rm, row, rows, cols, None, col_is_in[None, :], 1, False)
+        values = load_sum(x, residual, None, stride_xm, stride_rm, row, rows, cols, None, col_is_in[None, :], None)
         gamma = load_gamma(weight, cols, col_is_in, ZERO_CENTERED)
         beta = load_beta(bias, cols, col_is_in)
         normed = normalize(values, mean, rstd, gamma, beta, HAS_MEAN, bias is not None)
@@ -208,12 +211,12 @@ def norm_long_rows(
 def _row_part(
     ROW_OUT, STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, exchange, stride_xm, stride_rm, tile,
     T, K, eps, ROW_RULE: tl.constexpr, STORED_RULE: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr, G: tl.constexpr, IS_SUM: tl.constexpr,
+    BLOCK_K: tl.constexpr, WAY: tl.constexpr,
 ):  # fmt: skip
     """Everything of one tile of whole rows; returns their norm [ROWS, BLOCK_K], 0 or NaN outside."""
     normed, _, _, _, is_in = norm_tile(
         STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, exchange, stride_xm, stride_rm, tile, T, K,
-        eps, STORED_RULE, ZERO_CENTERED, ROWS, BLOCK_K, G, IS_SUM,
+        eps, STORED_RULE, ZERO_CENTERED, ROWS, BLOCK_K, WAY,
     )  # fmt: skip
     normed = round_to(normed, x.dtype.element_ty)
     if bias is not None:
@@ -282,15 +285,15 @@ def norm_quantize_rows(
     ROW_OUT, STORED_OUT, col_amax, tensor_amax, infinite, summed, mean_out, rstd_out, x, residual, weight, bias,
     exchange, stride_xm, stride_rm, T, K, eps, ROW_RULE: tl.constexpr, STORED_RULE: tl.constexpr,
     ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, ROW_TILES: tl.constexpr,
-    STAGES: tl.constexpr, G: tl.constexpr, IS_SUM: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, WAY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The row part of ROW_TILES tiles a program."""
-    let_next_begin()
     wait_for_last(EARLY)
+    let_next_begin()
     if col_amax is None and tensor_amax is None:
         _row_part(
             ROW_OUT, STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, exchange, stride_xm, stride_rm,
-            tl.program_id(0), T, K, eps, ROW_RULE, STORED_RULE, ZERO_CENTERED, ROWS, BLOCK_K, G, IS_SUM,
+            tl.program_id(0), T, K, eps, ROW_RULE, STORED_RULE, ZERO_CENTERED, ROWS, BLOCK_K, WAY,
         )  # fmt: skip
     else:
         size = tl.zeros([BLOCK_K if col_amax is not None else BLOCK_K // 8], tl.float32)
@@ -298,7 +301,7 @@ def norm_quantize_rows(
         for step in tl.range(0, ROW_TILES, num_stages=STAGES):
             normed = _row_part(
                 ROW_OUT, STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, None, stride_xm, stride_rm,
-                first + step, T, K, eps, ROW_RULE, STORED_RULE, ZERO_CENTERED, ROWS, BLOCK_K, 1, False,
+                first + step, T, K, eps, ROW_RULE, STORED_RULE, ZERO_CENTERED, ROWS, BLOCK_K, None,
             )  # fmt: skip
             size = _largest(size, normed)
         _fold_amax(col_amax, tensor_amax, infinite, size, K, BLOCK_K)

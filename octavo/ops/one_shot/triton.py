@@ -200,7 +200,7 @@ def exchange_rows(
 ):  # fmt: skip
     """A program's rows [ROWS, COLS] of what all ranks' x make, in x's dtype: their sum, or their columns by rank.
 
-    exchange: (staging, flags, counters, this rank, columns of its x, packets or None). rows and cols from 0, first_row
+    exchange: (staging, flags, counters, this rank, columns of its x, packets). rows and cols from 0, first_row
     before them.
     """
     staging, flags, counters, rank, width, _ = exchange

@@ -192,15 +192,15 @@ class _Call:
         loop = COLUMN_AMAX_LOOP if outs[2] is not None else TENSOR_AMAX_LOOP if outs[3] is not None else (1, 1, 1)
         row_tiles, more_warps, stages = loop
         early = self.T <= EARLY_ROWS and can_begin_early(self.x.device)
-        world, is_sum, shared = 1, False, None
+        way, shared = None, None
         if self.exchange is not None:
             more_warps = EXCHANGE_WARPS
-            world, is_sum = self.exchange.world, self.exchange.is_sum
+            way = (self.exchange.world, self.exchange.is_sum, self._is_few(rows, block_k))
             *of_all, packets = self.exchange.shared
-            shared = (*of_all, self.exchange.rank, self.x.shape[1], packets if self._is_few(rows, block_k) else None)
+            shared = (*of_all, self.exchange.rank, self.x.shape[1], packets)
         launch = launcher_of(
-            norm_quantize_rows, **rules, ROWS=rows, BLOCK_K=block_k, ROW_TILES=row_tiles, STAGES=stages, G=world,
-            IS_SUM=is_sum, EARLY=early, launch_pdl=early, num_warps=num_warps * more_warps, **self.options,
+            norm_quantize_rows, **rules, ROWS=rows, BLOCK_K=block_k, ROW_TILES=row_tiles, STAGES=stages, WAY=way,
+            EARLY=early, launch_pdl=early, num_warps=num_warps * more_warps, **self.options,
         )  # fmt: skip
         infinite = None if outs[3] is None else infinity_flag(self.x.device)
         operands = (*outs, infinite, *self.norm.outputs, *self.norm.sources, shared, *self.norm.strides)

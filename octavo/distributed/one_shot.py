@@ -12,9 +12,12 @@ import torch
 import torch.distributed as dist
 
 from octavo.distributed.symmetric import Shared, obstacle_to_sharing, share
+from octavo.numerics.scaling import Scaling
+from octavo.ops.norm.norm_quantize import NormQuantized
 
-# Above it NCCL's bandwidth counts for more than the one kernel's latency.
-MAX_BYTES = 256 << 10
+# What a rank sends at most; above it NCCL's bandwidth counts for more than the one kernel's latency.
+MAX_SENT_BYTES = 256 << 10
+MAX_SENT_BYTES_OF_TWO = 4 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -38,14 +41,17 @@ class OneShot:
         staging = [buffer.data_ptr() for buffer in shared.buffers]
         self._staging = torch.tensor(staging, dtype=torch.int64, device=own.device)
         self._flags = self._staging + staging_bytes(self.world)
+        self._packets = self._flags + flag_bytes(self.world)
         self._counters = torch.zeros(triton.MOST, dtype=torch.int32, device=own.device)
         torch.cuda.synchronize(own.device)
         shared.barrier()  # zeros everywhere before a rank sets a flag
         torch.cuda.synchronize(own.device)
+        sent = MAX_SENT_BYTES_OF_TWO if self.world == 2 else MAX_SENT_BYTES // (self.world - 1)
+        self.max_bytes = min(sent, triton.MOST * triton.REGION_BYTES)
 
     def gather_columns(self, piece: torch.Tensor) -> torch.Tensor | None:
         """Every rank's columns [T, n] contiguous, by rank: [T, ranks * n]; None for what does not fit."""
-        if piece.nbytes > MAX_BYTES or piece.shape[1] * piece.itemsize % 4:
+        if piece.nbytes > self.max_bytes or piece.shape[1] * piece.itemsize % 4:
             return None
         out = piece.new_empty(piece.shape[0], self.world * piece.shape[1])
         words, result = piece.view(torch.int32), out.view(torch.int32)
@@ -54,7 +60,7 @@ class OneShot:
 
     def gather_codes(self, codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Columns of codes [T, n] uint8 and of scales, stored as [n / 128, T] fp32; None for what does not fit."""
-        if codes.nbytes > MAX_BYTES:
+        if codes.nbytes + scales.nbytes > self.max_bytes:
             return None
         out = codes.new_empty(codes.shape[0], self.world * codes.shape[1])
         out_scales = scales.new_empty(self.world * scales.shape[0], scales.shape[1])
@@ -65,7 +71,7 @@ class OneShot:
 
     def add(self, part: torch.Tensor) -> torch.Tensor | None:
         """The sum of all ranks' parts, in fp32 in the order of the ranks, in their dtype; None if it does not fit."""
-        if part.nbytes > MAX_BYTES or part.dtype not in (torch.bfloat16, torch.float32):
+        if part.nbytes > self.max_bytes or part.dtype not in (torch.bfloat16, torch.float32):
             return None
         part = part.contiguous()
         out = torch.empty_like(part)
@@ -73,27 +79,61 @@ class OneShot:
         self._kernels.launch(self._kernels.add_parts, part.numel(), self.world, part, *arguments)
         return out
 
+    def norm_quantize(
+        self,
+        part: torch.Tensor,
+        is_sum: bool,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        eps: float,
+        kind: str,
+        zero_centered_gamma: bool,
+        scaling: Scaling,
+    ) -> NormQuantized | None:
+        """ops.norm.norm_quantize of what the ranks' parts make, codes along rows alone; None for what does not fit."""
+        from octavo.ops.norm.norm_quantize import triton
+
+        if part.nbytes > self.max_bytes or not triton.can_exchange(part, weight.numel(), scaling):
+            return None
+        shared = self._staging, self._flags, self._counters, self._packets
+        exchange = triton.Exchange(shared, self.rank, self.world, is_sum)
+        arguments = weight, bias, residual, eps, kind, zero_centered_gamma, scaling
+        rows, summed, mean, rstd = triton.exchange_norm_quantize(part.contiguous(), exchange, *arguments)
+        return NormQuantized(rows, None, summed, None, mean if kind == "layer_norm" else None, rstd)
+
     def _launch(
         self, x: torch.Tensor, out: torch.Tensor, rest: torch.Tensor | None, out_rest: torch.Tensor | None
     ) -> None:
-        num_rest = 0 if rest is None else rest.numel()
-        sizes = self.rank, x.numel(), x.shape[1], num_rest
-        arguments = out, out_rest, x, rest, self._staging, self._flags, self._counters, *sizes
-        self._kernels.launch(self._kernels.gather_columns, x.numel() + num_rest, self.world, x, *arguments)
+        num_words = x.numel() + (0 if rest is None else rest.numel())
+        sizes = self.rank, x.numel(), x.shape[1], num_words - x.numel()
+        if self._kernels.fits_packets(num_words):
+            kernel, places = self._kernels.gather_packets, [self._packets]
+        else:
+            kernel, places = self._kernels.gather_columns, [self._staging, self._flags]
+        arguments = out, out_rest, x, rest, *places, self._counters, *sizes
+        self._kernels.launch(kernel, num_words, self.world, x, *arguments)
 
 
 def staging_bytes(world: int) -> int:
     """Of the regions of two turns."""
-    from octavo.ops.one_shot.triton import MOST, REGION
+    from octavo.ops.one_shot.triton import MOST, REGION_BYTES
 
-    return 2 * world * MOST * REGION * 4
+    return 2 * world * MOST * REGION_BYTES
+
+
+def flag_bytes(world: int) -> int:
+    """Of the flags."""
+    from octavo.ops.one_shot.triton import MOST
+
+    return world * MOST * 4
 
 
 def num_bytes(world: int) -> int:
-    """Of a rank's buffer: staging and flags."""
-    from octavo.ops.one_shot.triton import MOST
+    """Of a rank's buffer: staging, flags and packets."""
+    from octavo.ops.one_shot.triton import FEW, PACKETS
 
-    return staging_bytes(world) + world * MOST * 4
+    return staging_bytes(world) + flag_bytes(world) + 2 * world * FEW * PACKETS * 8
 
 
 _kept: weakref.WeakKeyDictionary[Any, OneShot | str] = weakref.WeakKeyDictionary()

@@ -6,7 +6,7 @@ transposed movement. Codes travel without gradients.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,11 @@ from octavo.distributed.collectives import all_gather_into, reduce_scatter_into
 from octavo.distributed.one_shot import OneShot, one_shot_of
 from octavo.distributed.outcome import together
 from octavo.numerics.quantized import QuantizedTensor
+from octavo.numerics.scaling import Scaling
+from octavo.ops.norm import NormKind
+from octavo.ops.norm.norm_quantize import NormQuantized
+
+T = TypeVar("T", torch.Tensor, torch.Tensor | None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +88,11 @@ class TensorGroup:
         return QuantizedTensor.trusted(qdata, of_scales.reshape(-1, tokens).t(), piece.scaling)
 
     @torch.no_grad()
+    def gather(self, piece: torch.Tensor) -> torch.Tensor:
+        """Every rank's columns [T, n], by rank -> [T, size * n], apart from autograd."""
+        return self._gathered(piece)
+
+    @torch.no_grad()
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' parts, apart from autograd; the same bits on all ranks."""
         return _summed(part, self)
@@ -119,6 +129,46 @@ class TensorGroup:
 
     def _own_columns(self, whole: torch.Tensor) -> torch.Tensor:
         return whole.unflatten(1, (self.size, -1))[:, self.rank]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """A matrix [T, K] of which each rank has a part; the next norm's kernel puts them together.
+
+    Attributes:
+        own: this rank's: [T, K], what is to be added, or its columns [T, K / size].
+        tensor_group: the ranks.
+        is_sum: which of the two.
+    """
+
+    own: torch.Tensor
+    tensor_group: TensorGroup
+    is_sum: bool
+
+    def whole(self) -> torch.Tensor:
+        """[T, K], the same on all ranks; without gradients."""
+        return self.tensor_group.sum(self.own) if self.is_sum else self.tensor_group.gather(self.own)
+
+    def norm_quantize(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        eps: float,
+        kind: NormKind,
+        zero_centered_gamma: bool,
+        scaling: Scaling,
+    ) -> NormQuantized | None:
+        """ops.norm.norm_quantize of whole() and a residual, in one launch; None where it takes another for whole()."""
+        if (one_shot := self.tensor_group._one_shot(self.own)) is None:
+            return None
+        arguments = weight, bias, residual, eps, kind, zero_centered_gamma, scaling
+        return one_shot.norm_quantize(self.own, self.is_sum, *arguments)
+
+
+def whole(x: T | Parts) -> T | torch.Tensor:
+    """x itself, or what its parts make."""
+    return x.whole() if isinstance(x, Parts) else x
 
 
 class _GatherColumns(torch.autograd.Function):

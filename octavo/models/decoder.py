@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from octavo.deprecation import former_keywords
-from octavo.distributed.tensor_group import TensorGroup
+from octavo.distributed.tensor_group import Parts, TensorGroup, whole
 from octavo.errors import DtypeError, RecipeError, ShapeError
 from octavo.models.checkpoint.kv_scales import KVScales
 from octavo.models.config import ModelConfig
@@ -165,13 +165,13 @@ class Decoder(FusedLayer):
                 f"{tuple(token_ids.shape)}; sequences follow each other without padding"
             )
         x = F.embedding(token_ids, self.embed_tokens.weight)  # [T, hidden_size]
-        addend = None
+        addend: torch.Tensor | Parts | None = None
         for layer in self.layers:
             if not torch.is_grad_enabled() and self.fuses(layer):
                 x, addend = layer.advance(x, addend, context)  # type: ignore[operator]
             else:
-                x, addend = layer(x if addend is None else x + addend, context), None
-        return self.norm(x if addend is None else x + addend)
+                x, addend = layer(x if addend is None else x + whole(addend), context), None
+        return self.norm(x if addend is None else x + whole(addend))
 
     def fused_modules(self) -> list[nn.Module]:
         """See FusedLayer: without gradients the sum at the end of a layer is made by the next one's norm."""
@@ -180,11 +180,17 @@ class Decoder(FusedLayer):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits for sampling: [T, hidden_size] -> [T, vocab_size] fp32. Training goes through nn.token_logprobs."""
         weight, bias = self.head_weight, self.head_bias
-        return hp_mm(hidden, weight, bias=bias, out_dtype=torch.float32, exact=self.numerics.exact)
+        own = hp_mm(hidden, weight, bias=bias, out_dtype=torch.float32, exact=self.numerics.exact)
+        return own if self.head_group is None else self.head_group.gather(own)
+
+    @property
+    def head_group(self) -> TensorGroup | None:
+        """The ranks among which lm_head's rows are cut, or None: head_weight and head_bias are this rank's rows."""
+        return self.tensor_group if self.lm_head is not None and self.lm_head.is_cut else None
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """[vocab_size, hidden_size]: lm_head's weight, or the embedding where they are tied."""
+        """[vocab_size, hidden_size]: lm_head's weight, or the embedding where they are tied; see head_group."""
         weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         assert weight is not None, "lm_head is never quantized"
         return weight
@@ -192,10 +198,12 @@ class Decoder(FusedLayer):
     @property
     def head_bias(self) -> torch.Tensor | None:
         """[vocab_size], added to the logits: lm_head's bias (GPT-J) and mask_padded_ids' mask; None for neither."""
-        bias = None if self.lm_head is None else self.lm_head.bias
-        if bias is None or self.logit_mask is None:
-            return self.logit_mask if bias is None else bias
-        return bias + self.logit_mask
+        bias, mask = None if self.lm_head is None else self.lm_head.bias, self.logit_mask
+        if mask is not None and self.head_group is not None:
+            mask = mask.chunk(self.head_group.size)[self.head_group.rank]
+        if bias is None or mask is None:
+            return mask if bias is None else bias
+        return bias + mask
 
     def mask_padded_ids(self, num_ids: int) -> int:
         """Leave the ids from num_ids on without probability, in sampling and in scoring alike.

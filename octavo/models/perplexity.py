@@ -62,6 +62,7 @@ def _static_kv_logprobs(
         torch.tensor(targets, device=model.device),
         with_entropy=False,
         head_bias=model.head_bias,
+        tensor_group=model.head_group,
     )
     return list(logprobs.split(lengths))
 

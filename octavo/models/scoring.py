@@ -73,6 +73,7 @@ def sequence_logprobs(
         exact=model.numerics.exact,
         with_entropy=False,
         head_bias=model.head_bias,
+        tensor_group=model.head_group,
     )
     return list(logprobs.split(scored))
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from octavo.distributed.tensor_group import Parts, whole
 from octavo.errors import ShapeError
 from octavo.nn.attention_context import AttentionContext, CachingContext
 from octavo.nn.autocast_context import effective_recipe
@@ -60,10 +61,10 @@ class Attention(FusedLayer):
 
     def forward(self, x: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """x [T, hidden_size] -> [T, hidden_size]."""
-        return self.attend(self.qkv_proj(x), context)
+        return whole(self.attend(self.qkv_proj(x), context))
 
-    def attend(self, qkv: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        """What follows the projection: qkv [T, sum of its parts] -> [T, hidden_size]."""
+    def attend(self, qkv: torch.Tensor, context: AttentionContext) -> torch.Tensor | Parts:
+        """What follows the projection: qkv [T, sum of its parts] -> [T, hidden_size], or this rank's part of it."""
         tokens = qkv.shape[0]
         if isinstance(context, CachingContext) and self.fuses(self.rope, *self._norms()):
             recipe = effective_recipe(self.o_proj.recipe)
@@ -72,7 +73,7 @@ class Attention(FusedLayer):
                 softmax_scale=self.head_dim**-0.5, out_scaling=recipe.input if self._takes_codes(recipe) else None,
             )  # fmt: skip
             if isinstance(out, QuantizedTensor):
-                return self.o_proj.infer_codes(out, self.o_proj.plan_for(recipe), qkv.dtype)
+                return self.o_proj.infer_parts(out, self.o_proj.plan_for(recipe), qkv.dtype)
             return self.o_proj(out.view(tokens, self.num_heads * self.head_dim))
         q, k, v = qkv.split(self.qkv_proj.parts, dim=-1)
         q = q.reshape(tokens, self.num_heads, self.head_dim)

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from octavo.distributed.tensor_group import Parts, whole
 from octavo.nn.attention import Attention
 from octavo.nn.attention_context import AttentionContext
 from octavo.nn.functional.norm_linear import norm_linear
@@ -45,11 +46,11 @@ class DecoderLayer(FusedLayer):
     def forward(self, x: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """x [T, hidden_size] -> [T, hidden_size]."""
         x, addend = self.advance(x, None, context)
-        return x + addend
+        return x + whole(addend)
 
     def advance(
-        self, x: torch.Tensor, addend: torch.Tensor | None, context: AttentionContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: torch.Tensor, addend: torch.Tensor | Parts | None, context: AttentionContext
+    ) -> tuple[torch.Tensor, torch.Tensor | Parts]:
         """The layer between two sums, which the next norm's kernel makes; forward begins and ends with one.
 
         Args:
@@ -59,13 +60,13 @@ class DecoderLayer(FusedLayer):
         """
         attn, mlp = self.self_attn, self.mlp
         if not self.fuses(*self.children()):
-            x = x if addend is None else x + addend
+            x = x if addend is None else x + whole(addend)
             x = x + attn(self.input_layernorm(x), context)
             return x, mlp(self.post_attention_layernorm(x))
         qkv, x = norm_linear(x, addend, self.input_layernorm, attn.qkv_proj, fused=self.fuses(attn.qkv_proj))
         out = attn.attend(qkv, context)
         if isinstance(mlp, SparseMoE):
-            x = x + out
+            x = x + whole(out)
             return x, mlp(self.post_attention_layernorm(x))
         linears = (mlp.gate_up_proj, mlp.down_proj)
         out, x = norm_mlp(x, out, self.post_attention_layernorm, *linears, "swiglu", fused=self.fuses(*linears))
@@ -117,7 +118,7 @@ class ParallelDecoderLayer(FusedLayer):
         linears = (attn.qkv_proj, mlp.fc_in, mlp.fc_out)
         if self.fuses(*self.fused_modules()) and can_infer_parallel(norm, *linears):
             qkv, out, x = infer_parallel(x, addend, norm, *linears, "gelu")
-            return x, attn.attend(qkv, context) + out
+            return x, whole(attn.attend(qkv, context)) + out
         x = x if addend is None else x + addend
         normed = norm(x)
         return x, attn(normed, context) + mlp(normed)

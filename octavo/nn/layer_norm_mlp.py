@@ -2,6 +2,7 @@
 
 import torch
 
+from octavo.distributed.tensor_group import whole
 from octavo.errors import ShapeError
 from octavo.nn.functional.norm_mlp import norm_mlp
 from octavo.nn.fusion import FusedLayer
@@ -56,7 +57,8 @@ class LayerNormMLP(FusedLayer):
             raise ShapeError(f"the last dim of x must be hidden_size={width}, got shape {tuple(x.shape)}")
         flat = None if residual is None else residual.reshape(-1, width)
         modules = (self.norm, self.fc1, self.fc2)
-        out, stream = norm_mlp(x.reshape(-1, width), flat, *modules, self.activation, fused=self.fuses(*modules))
+        found, stream = norm_mlp(x.reshape(-1, width), flat, *modules, self.activation, fused=self.fuses(*modules))
+        out = whole(found)
         return (out.view(x.shape), stream.view(x.shape)) if with_stream else out.view(x.shape)
 
     def forward_residual(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

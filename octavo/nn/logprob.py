@@ -5,9 +5,11 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from octavo.distributed.tensor_group import TensorGroup
 from octavo.errors import ShapeError
 from octavo.ops import logprob
 from octavo.ops.gemm.hp_mm import hp_mm
+from octavo.ops.logprob.chunks import chunk_len, empty_chunk, gemm_dtype, product
 from octavo.ops.logprob.linear import linear_logprobs, linear_logprobs_backward
 
 EXACT_CHUNK_SIZE = 1024  # tokens whose logits exist at once
@@ -23,6 +25,7 @@ def token_logprobs(
     with_entropy: bool = True,
     chunk_size: int | None = None,
     head_bias: torch.Tensor | None = None,
+    tensor_group: TensorGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """log_softmax(hidden @ head_weight.t() / temperature) at the targets. The training loss is its negative mean.
 
@@ -36,6 +39,8 @@ def token_logprobs(
         chunk_size: tokens whose logits exist at once (the backward holds as many logits, cut along the vocabulary);
             None for 1024 where exact, else for what fits 512 MiB.
         head_bias: [V] or None, added to the logits in fp32.
+        tensor_group: ranks that hold the head's rows, each V / size of them in head_weight and head_bias; they gather
+            the logits, so that logprobs have the bits of one rank. None: all rows are here.
     Returns:
         (logprobs [T] fp32, differentiable in hidden, head_weight and head_bias; entropy [T] fp32, detached, or None).
     Raises:
@@ -47,7 +52,7 @@ def token_logprobs(
     if targets.shape != hidden.shape[:1]:
         raise ShapeError(f"targets must have shape ({hidden.shape[0]},), got {tuple(targets.shape)}")
     logprobs, entropy = _Logprobs.apply(
-        hidden, head_weight, head_bias, targets, temperature, with_entropy, chunk_size, exact
+        hidden, head_weight, head_bias, targets, temperature, with_entropy, chunk_size, exact, tensor_group
     )
     return logprobs, entropy if with_entropy else None
 
@@ -66,11 +71,17 @@ class _Logprobs(torch.autograd.Function):
         with_entropy: bool,
         chunk_size: int | None,
         exact: bool,
+        tensor_group: TensorGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        run = _exact_logprobs if exact else linear_logprobs
-        lse, logprobs, entropy = run(hidden, head_weight, targets, temperature, with_entropy, chunk_size, head_bias)
+        arguments = hidden, head_weight, targets, temperature, with_entropy, chunk_size, head_bias
+        if exact:
+            lse, logprobs, entropy = _exact_logprobs(*arguments, tensor_group)
+        elif tensor_group is None:
+            lse, logprobs, entropy = linear_logprobs(*arguments)
+        else:
+            lse, logprobs, entropy = _gathered_logprobs(*arguments, tensor_group)
         ctx.save_for_backward(hidden, head_weight, head_bias, targets, lse)
-        ctx.temperature, ctx.chunk_size = temperature, None if exact else chunk_size
+        ctx.temperature, ctx.chunk_size, ctx.tensor_group = temperature, None if exact else chunk_size, tensor_group
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -80,9 +91,13 @@ class _Logprobs(torch.autograd.Function):
         hidden, head_weight, head_bias, targets, lse = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         needed = (ctx.temperature, needs_hidden, needs_weight, ctx.chunk_size, head_bias)
-        grad_hidden, grad_weight, grad_bias = linear_logprobs_backward(grad, hidden, head_weight, targets, lse, *needed)
+        group = ctx.tensor_group
+        own = targets if group is None else targets - group.rank * head_weight.shape[0]  # those of other ranks are out
+        grad_hidden, grad_weight, grad_bias = linear_logprobs_backward(grad, hidden, head_weight, own, lse, *needed)
+        if group is not None and needs_hidden:
+            grad_hidden = group.sum(grad_hidden)
         grads = (grad_hidden if needs_hidden else None, grad_weight if needs_weight else None)
-        return (*grads, grad_bias.to(head_bias.dtype) if needs_bias else None, *[None] * 5)
+        return (*grads, grad_bias.to(head_bias.dtype) if needs_bias else None, *[None] * 6)
 
 
 def _exact_logprobs(
@@ -93,6 +108,7 @@ def _exact_logprobs(
     with_entropy: bool,
     chunk_size: int | None,
     head_bias: torch.Tensor | None,
+    tensor_group: TensorGroup | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As linear_logprobs, with the sampler's bits."""
     step = chunk_size or EXACT_CHUNK_SIZE
@@ -101,8 +117,42 @@ def _exact_logprobs(
     for start in range(0, hidden.shape[0], step):
         rows = slice(start, start + step)
         logits = hp_mm(hidden[rows], head_weight, bias=head_bias, out_dtype=torch.float32, exact=True)
+        if tensor_group is not None:
+            logits = tensor_group.gather(logits)
         logprobs[rows] = logprob.token_logprobs(logits, targets[rows], temperature)
         lse[rows] = logits.gather(1, targets[rows, None])[:, 0] / temperature - logprobs[rows]
         if with_entropy:
             entropy[rows] = logprob.entropy(logits, temperature)
+    return lse, logprobs, entropy
+
+
+def _gathered_logprobs(
+    hidden: torch.Tensor,
+    head_weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    with_entropy: bool,
+    chunk_size: int | None,
+    head_bias: torch.Tensor | None,
+    tensor_group: TensorGroup,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As linear_logprobs, of a head whose rows lie on several ranks."""
+    tokens, num_rows = hidden.shape[0], head_weight.shape[0]
+    dtype = gemm_dtype(hidden, head_weight)
+    x, w = hidden.to(dtype), head_weight.to(dtype)
+    # own logits, those of all ranks as they came, and side by side
+    step = min(chunk_size or chunk_len(tokens, 3 * tensor_group.size * num_rows, 4), max(tokens, 1))
+    own = empty_chunk(step, num_rows, torch.float32, hidden.device)
+    lse, logprobs = (hidden.new_empty(tokens, dtype=torch.float32) for _ in range(2))
+    entropy = hidden.new_empty(tokens if with_entropy else 0, dtype=torch.float32)
+    for start in range(0, tokens, step):
+        rows = slice(start, min(start + step, tokens))
+        chunk = product(x[rows], w.t(), out=own[: rows.stop - start])  # [C, V / size]
+        if head_bias is not None:
+            chunk = chunk.add_(head_bias.float())
+        logits = tensor_group.gather(chunk)
+        found = logprob.logit_rows(logits, targets[rows], temperature=temperature, with_entropy=with_entropy)
+        lse[rows], logprobs[rows] = found[:2]
+        if found[2] is not None:
+            entropy[rows] = found[2]
     return lse, logprobs, entropy

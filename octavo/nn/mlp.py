@@ -2,6 +2,7 @@
 
 import torch
 
+from octavo.distributed.tensor_group import whole
 from octavo.nn.functional.norm_mlp import norm_mlp
 from octavo.nn.fusion import FusedLayer, fusable
 from octavo.nn.linear import Linear
@@ -32,7 +33,7 @@ class MLP(FusedLayer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden_size] -> the same shape."""
         linears = (self.gate_up_proj, self.down_proj)
-        return norm_mlp(x, None, None, *linears, "swiglu", fused=self.fuses(*linears))[0]
+        return whole(norm_mlp(x, None, None, *linears, "swiglu", fused=self.fuses(*linears))[0])
 
 
 @fusable
@@ -59,4 +60,4 @@ class GeluMLP(FusedLayer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden_size] -> the same shape."""
         linears = (self.fc_in, self.fc_out)
-        return norm_mlp(x, None, None, *linears, "gelu", fused=self.fuses(*linears))[0]
+        return whole(norm_mlp(x, None, None, *linears, "gelu", fused=self.fuses(*linears))[0])

@@ -49,8 +49,9 @@ def parallelize(model: Decoder, mesh: "Mesh | TensorGroup", *, mode: TensorMode 
     """Keep this rank's slices of a Decoder's linears and let it compute with the other ranks of its group.
 
     Attention is cut by KV head (KV heads that are fewer than ranks are repeated), gate and up by column, o_proj and
-    down_proj by row or column as mode says. Norms, embedding, head and experts stay whole on every rank. All ranks call
-    the model with the same tokens; hidden states, logits and samples are the same on all of them.
+    down_proj by row or column as mode says, lm_head by vocabulary. Norms, experts and embedding (a head tied to it
+    too) stay whole on every rank. All ranks call the model with the same tokens; hidden states, logits and samples
+    are the same on all of them.
 
     Args:
         model: a Decoder with the same values on all ranks, trainable or of FP8 codes alone; before shard, and before
@@ -89,6 +90,8 @@ def parallelize(model: Decoder, mesh: "Mesh | TensorGroup", *, mode: TensorMode 
     check_equal(whole, group.group, model.device)
     blocks = [block for block in model.modules() if isinstance(block, Attention | MLP | GeluMLP)]
     plans = [plan for block in blocks for plan in _plans(block, group, mode)]  # all is checked before anything changes
+    if model.lm_head is not None:
+        plans.append(_head_plan(model, model.lm_head, group))
     made = [(*plan[:2], _cut(*plan[2:], group, mode)) for plan in plans]
     for block, name, linear in made:
         setattr(block, name, linear)
@@ -123,6 +126,14 @@ def _plans(
     for _, _, linear, ranges, of_columns, _ in plans:
         _check_blocks(linear, ranges, of_columns)
     return plans
+
+
+def _head_plan(
+    model: Decoder, head: Linear, group: TensorGroup
+) -> tuple[nn.Module, str, Linear, Ranges, slice, type[CutLinear]]:
+    """As _plans."""
+    rows = _own(head.out_features, group, "lm_head")
+    return model, "lm_head", head, (rows,), slice(0, head.in_features), ColumnLinear
 
 
 def _own(num: int, group: TensorGroup, what: str, start: int = 0) -> slice:

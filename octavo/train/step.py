@@ -29,14 +29,15 @@ def summed_loss(model: Decoder, batch: Batch) -> torch.Tensor:
     numerics = model.numerics
     context = PackedContext.of_numerics(batch.cu_seqlens, numerics)
     hidden = model(batch.input_ids, context)  # [tokens, hidden_size]
-    bias = model.head_bias
-    if not numerics.exact:
+    bias, group = model.head_bias, model.head_group
+    if not numerics.exact and group is None:
         return linear_cross_entropy(
             hidden, model.head_weight, batch.targets, ignore_index=IGNORED, reduction="sum", head_bias=bias
         )
     counts = batch.targets != IGNORED
     targets = torch.where(counts, batch.targets, 0)
-    logprobs, _ = token_logprobs(hidden, model.head_weight, targets, exact=True, with_entropy=False, head_bias=bias)
+    options = {"exact": numerics.exact, "with_entropy": False, "head_bias": bias, "tensor_group": group}
+    logprobs, _ = token_logprobs(hidden, model.head_weight, targets, **options)  # type: ignore[arg-type]
     return -(logprobs * counts).sum()
 
 

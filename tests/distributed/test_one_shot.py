@@ -4,16 +4,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from octavo.distributed.one_shot import MAX_BYTES, OneShot, one_shot_of
-from octavo.distributed.tensor_group import TensorGroup
+from octavo.distributed.one_shot import OneShot, one_shot_of
+from octavo.distributed.tensor_group import Parts, TensorGroup
 from octavo.numerics.scaling import Scaling
+from octavo.ops.norm.norm_quantize import norm_quantize
 from octavo.ops.one_shot import reference
 from octavo.ops.quantize import quantize
 from octavo.testing.assertions import assert_bitwise
 from tests.ranks import run_group
 
-SHAPES = [(1, 128), (1, 2048), (3, 256), (64, 512), (256, 256), (7, 14336 // 2)]
-TURNS = 300
+SHAPES = [(1, 128), (1, 2048), (3, 256), (64, 512), (256, 256), (7, 14336 // 2), (256, 4096)]
+TURNS = 420
+SCALING = Scaling.of_kind("block_1x128")
 
 
 def draw(seed: int, rank: int, shape: tuple[int, int]) -> torch.Tensor:
@@ -27,6 +29,21 @@ def delay(seed: int, rank: int) -> None:
         torch.cuda._sleep(200_000)
 
 
+def check_norm(group: TensorGroup, pieces: list[torch.Tensor], *, is_sum: bool) -> None:
+    whole = reference.add(pieces) if is_sum else reference.gather(pieces)
+    residual, weight = whole.roll(1, 0) * 0.5, whole[0].abs() + 0.5
+    want = norm_quantize(whole, weight, residual=residual, scaling=SCALING, eps=1e-6, kind="rms_norm")
+    parts = Parts(pieces[group.rank], group, is_sum)
+    made = parts.norm_quantize(weight, None, residual, 1e-6, "rms_norm", False, SCALING)
+    if whole.shape[1] > 8192:
+        assert made is None, "such rows are longer than a program's region"
+        return
+    assert made is not None and made.summed is not None and want.summed is not None
+    assert_bitwise(made.rows.qdata.view(torch.uint8), want.rows.qdata.view(torch.uint8))
+    assert_bitwise(made.rows.scale, want.rows.scale)
+    assert_bitwise(made.summed, want.summed)
+
+
 def exchanged(rank: int, world: int) -> int:
     group, num_checked = TensorGroup.of(), 0
     one_shot = one_shot_of(None, torch.device("cuda", rank))
@@ -35,21 +52,22 @@ def exchanged(rank: int, world: int) -> int:
         shape = SHAPES[seed % len(SHAPES)]
         pieces = [draw(seed, each, shape) for each in range(world)]
         delay(seed, rank)
-        kind = seed // len(SHAPES) % 3
-        if kind == 0:
+        kind = seed // len(SHAPES) % 5
+        if kind >= 3:
+            check_norm(group, pieces, is_sum=kind == 3)
+        elif kind == 0:
             assert_bitwise(group.gather_columns(pieces[rank]), reference.gather(pieces))
         elif kind == 1:
             assert_bitwise(group.sum(pieces[rank]), reference.add(pieces))
         else:
-            scaling = Scaling.of_kind("block_1x128")
             made, want = (
-                group.gather_codes(quantize(pieces[rank], scaling)),
-                quantize(reference.gather(pieces), scaling),
+                group.gather_codes(quantize(pieces[rank], SCALING)),
+                quantize(reference.gather(pieces), SCALING),
             )
             assert_bitwise(made.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
             assert_bitwise(made.scale, want.scale)
         num_checked += 1
-    assert one_shot.gather_columns(torch.zeros(2, MAX_BYTES, device="cuda")) is None
+    assert one_shot.gather_columns(torch.zeros(2, one_shot.max_bytes, device="cuda")) is None
     large = [draw(1, each, (4096, 512)) for each in range(world)]  # by NCCL
     assert_bitwise(group.gather_columns(large[rank]), reference.gather(large))
     return num_checked

@@ -41,8 +41,8 @@ def main(arguments: list[str] | None = None, mesh: Mesh | None = None) -> int:
     what = (
         f"Linears cut among {mesh.world_size} ranks of one host over {backend}{multicast()}, random weights and "
         "tokens, beside one GPU alone in the same run. gather: each sum over in_features is made on one rank, "
-        "exact numerics. reduce: partial sums in bf16 are added, not exact. Blockwise recipe, FP8 KV cache, "
-        "temperature 1, ignore_eos, all requests at once, lengths unknown; the ranks make the same calls."
+        "in a row of its own with exact numerics. reduce: partial sums in bf16 are added. Blockwise recipe, FP8 "
+        "KV cache, temperature 1, ignore_eos, all requests at once, lengths unknown; the ranks make the same calls."
     )
     session = Session(
         *(mesh, Record("tensor", what, device=options.device), options.toy, options.out, options.out),

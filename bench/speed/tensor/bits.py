@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from bench.speed.scale.session import Session
-from bench.speed.tensor.models import GATHER, ONE_GPU_EXACT, Layout, build, config_of
+from bench.speed.tensor.models import GATHER_EXACT, ONE_GPU_EXACT, Layout, build, config_of
 from octavo.models import sequence_logprobs
 from octavo.nn import PackedContext
 from octavo.serve import LLM, SamplingParams
@@ -37,7 +37,7 @@ def bits(session: Session) -> None:
 def _compare(session: Session, recipe: str) -> None:
     one = _compute(session, recipe, ONE_GPU_EXACT)
     session.free()
-    cut = _compute(session, recipe, GATHER)
+    cut = _compute(session, recipe, GATHER_EXACT)
 
     def check() -> None:
         assert_bitwise(cut.hidden, one.hidden, f"{recipe}: hidden states")

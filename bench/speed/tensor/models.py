@@ -26,11 +26,15 @@ class Layout:
     @property
     def label(self) -> str:
         """As tables name it."""
-        return "one GPU" if self.mode is None else self.mode
+        return f"{self.mode or 'one GPU alone'}{', exact' if self.exact else ''}"
 
 
 ONE_GPU, ONE_GPU_EXACT = Layout(None, exact=False), Layout(None, exact=True)
-REDUCE, GATHER = Layout("reduce", exact=False), Layout("gather", exact=True)
+REDUCE, GATHER, GATHER_EXACT = (
+    Layout("reduce", exact=False),
+    Layout("gather", exact=False),
+    Layout("gather", exact=True),
+)
 
 
 def config_of(session: Session, num_layers: int | None = None) -> ModelConfig:

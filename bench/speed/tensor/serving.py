@@ -12,11 +12,11 @@ from bench.serve.measure import EngineRun, median_run, percentile, run_requests,
 from bench.serve.rows import add_runs
 from bench.serve.workloads import MAX_NUM_SEQS, MEMORY_SHARE, WORKLOADS, Requests, Workload, shrink
 from bench.speed.scale.session import Session
-from bench.speed.tensor.models import GATHER, ONE_GPU, REDUCE, Layout, build, config_of
+from bench.speed.tensor.models import GATHER, GATHER_EXACT, ONE_GPU, REDUCE, Layout, build, config_of
 from octavo.serve import LLM
 from octavo.serve.engine import Engine
 
-LAYOUTS = (ONE_GPU, REDUCE, GATHER)
+LAYOUTS = (ONE_GPU, REDUCE, GATHER, GATHER_EXACT)
 _NUM_RUNS = 3
 _PROFILED_TOKENS, _TOP_KERNELS = 40, 24
 
@@ -48,7 +48,7 @@ def _measure(session: Session, workload: Workload) -> None:
 
 def _run(session: Session, workload: Workload, requests: Requests, layout: Layout, found: dict[str, EngineRun]) -> None:
     model = build(session, config_of(session), layout)
-    limits = {"max_num_seqs": min(MAX_NUM_SEQS, len(requests)), "max_model_len": workload.max_len}
+    limits: dict[str, float] = {"max_num_seqs": min(MAX_NUM_SEQS, len(requests)), "max_model_len": workload.max_len}
     limits |= {"gpu_memory_utilization": MEMORY_SHARE}
     llm = LLM(model, enable_prefix_caching=False, **(QUICK_LIMITS if session.is_toy else limits))  # type: ignore[arg-type]
     warm_up(llm.engine, requests, math.inf)
@@ -57,8 +57,8 @@ def _run(session: Session, workload: Workload, requests: Requests, layout: Layou
         session.mesh.barrier()
         runs.append(run_requests(llm.engine, requests, "cpu", math.inf))
     run = median_run(runs)
-    name = "one GPU alone" if layout.mode is None else f"{session.mesh.world_size} GPUs, {layout.label}"
-    case = f"{workload.label}: {name}{', exact' if layout.exact else ''}"
+    name = layout.label if layout.mode is None else f"{session.mesh.world_size} GPUs, {layout.label}"
+    case = f"{workload.label}: {name}"
     base = found.get(ONE_GPU.label)
     peer = (f"{workload.label}: one GPU alone", base.output_tokens_per_s) if base else (None, None)
     add_runs(session.record, case, runs, peer=peer[0], peer_value=peer[1])
@@ -70,7 +70,7 @@ def _run(session: Session, workload: Workload, requests: Requests, layout: Layou
         ratio = run.output_tokens_per_s / base.output_tokens_per_s
         session.record.add_ratio(case, f"{THROUGHPUT} over one GPU", ratio, peer[0])
         said += f", {ratio:.3f} of one GPU"
-    if layout is GATHER and REDUCE.label in found:
+    if layout.exact and REDUCE.label in found:
         ratio = run.output_tokens_per_s / found[REDUCE.label].output_tokens_per_s
         session.record.add_ratio(case, f"{THROUGHPUT}, exact over reduce", ratio, f"{workload.label}: reduce")
         said += f", {ratio:.3f} of reduce"

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from octavo.distributed.tensor_group import Parts, whole
 from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.functional.linear import (
     check_backward,
@@ -33,7 +34,7 @@ Norm = RMSNorm | LayerNorm
 
 
 def norm_linear(
-    x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, linear: Linear, *, fused: bool
+    x: torch.Tensor, residual: torch.Tensor | Parts | None, norm: Norm, linear: Linear, *, fused: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """linear(norm(x + residual)), and the sum.
 
@@ -49,6 +50,7 @@ def norm_linear(
         plan = linear.begin(recipe)
         normed, stream = norm_input(x, residual, *norm_operands(norm), plan, training=False, columns=False)
         return linear.infer_codes(normed.rows, plan, x.dtype), stream
+    residual = whole(residual)
     if fused and can_fuse(recipe, norm, linear):
         plan = linear.begin(recipe)
         operands = (*norm_operands(norm), linear.weight, linear.bias, linear.source)
@@ -108,7 +110,7 @@ def can_infer(recipe: Recipe, norm: Norm | None, *linears: Linear) -> bool:
 
 def norm_input(
     x: torch.Tensor,
-    residual: torch.Tensor | None,
+    residual: torch.Tensor | Parts | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     rule: NormRule,
@@ -129,6 +131,13 @@ def norm_input(
     """
     recipe = plan.recipe
     assert recipe.input is not None, f"recipe {recipe.name!r} quantizes no input"
+    known = plan.known(DelayedState.INPUT, observe=training and plan.stages)
+    if isinstance(residual, Parts):
+        assert not (training or columns), "parts are without gradients"
+        made = None if known else residual.norm_quantize(weight, bias, x, *rule, recipe.input)
+        if made is not None and made.summed is not None:
+            return made, made.summed
+        residual = residual.whole()
     normed = norm_quantize(
         x,
         weight,
@@ -140,7 +149,7 @@ def norm_input(
         scaling=recipe.input,
         column_scaling=recipe.wgrad_input if columns else None,
         store_scaling=recipe.saved_activations if training else None,
-        **plan.known(DelayedState.INPUT, observe=training and plan.stages),
+        **known,
     )
     return normed, x if normed.summed is None else normed.summed
 

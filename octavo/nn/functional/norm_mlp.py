@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from octavo.distributed.tensor_group import Parts, whole
 from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.functional.linear import (
     check_backward,
@@ -38,15 +39,15 @@ from octavo.ops.quantize import quantize_columns
 
 def norm_mlp(
     x: torch.Tensor,
-    residual: torch.Tensor | None,
+    residual: torch.Tensor | Parts | None,
     norm: Norm | None,
     fc1: Linear,
     fc2: Linear,
     kind: str,
     *,
     fused: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """fc2(activation(fc1(norm(x + residual)))), and the sum.
+) -> tuple[torch.Tensor | Parts, torch.Tensor]:
+    """fc2(activation(fc1(norm(x + residual)))), or this rank's part of it, and the sum.
 
     Args:
         x: [T, K].
@@ -61,6 +62,7 @@ def norm_mlp(
     fused = fused and (kind == "gelu" or fc1.bias is None)
     if fused and can_infer(recipe, norm, fc1, fc2):
         return _infer(x, residual, norm, fc1, fc2, kind, recipe)
+    residual = whole(residual)
     if fused and can_fuse(recipe, norm, fc1, fc2):
         plans = fc1.begin(recipe), fc2.begin(recipe)
         of_norm = (None, None, None) if norm is None else norm_operands(norm)
@@ -77,19 +79,20 @@ def norm_mlp(
 
 def _infer(
     x: torch.Tensor,
-    residual: torch.Tensor | None,
+    residual: torch.Tensor | Parts | None,
     norm: Norm | None,
     fc1: Linear,
     fc2: Linear,
     kind: str,
     recipe: Recipe,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor | Parts, torch.Tensor]:
     """norm_mlp without gradients: four launches, or five."""
     plans = fc1.begin(recipe), fc2.begin(recipe)
     if norm is not None:
         normed, stream = norm_input(x, residual, *norm_operands(norm), plans[0], training=False, columns=False)
         rows = normed.rows
     else:
+        residual = whole(residual)
         stream = x if residual is None else x + residual
         rows, _ = quantize_input(stream, plans[0], columns=False, observe=False)
     return infer_mlp(rows, fc1, fc2, kind, plans, x.dtype), stream
@@ -97,14 +100,14 @@ def _infer(
 
 def infer_mlp(
     rows: QuantizedTensor, fc1: Linear, fc2: Linear, kind: str, plans: tuple[LinearPlan, LinearPlan], dtype: torch.dtype
-) -> torch.Tensor:
-    """The block without gradients of an input [T, K] that is codes already, where can_infer allows -> [T, K]."""
+) -> torch.Tensor | Parts:
+    """The block without gradients of codes [T, K], where can_infer allows -> [T, K], or this rank's part of it."""
     scaling = plans[0].recipe.input
     assert scaling is not None, "can_infer wants an output GEMM in FP8"
     hidden = fc1.infer_codes(rows, plans[0], dtype, with_bias=False)  # [T, 2F or F]
     known = plans[1].known(DelayedState.INPUT, observe=False)
     activated = activation_quantize(hidden, kind=kind, bias=fc1.bias, scaling=scaling, **known).rows
-    return fc2.infer_codes(activated, plans[1], dtype)
+    return fc2.infer_parts(activated, plans[1], dtype)
 
 
 class ActivationFunction(torch.autograd.Function):

@@ -6,6 +6,7 @@ the same bits.
 
 import torch
 
+from octavo.distributed.tensor_group import whole
 from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.functional.norm_linear import Norm, can_infer, norm_input, norm_operands
 from octavo.nn.functional.norm_mlp import infer_mlp
@@ -39,4 +40,4 @@ def infer_parallel(
     if recipe.has_state or recipe.static_input:
         rows = norm_input(stream, None, *of_norm, plans[0], training=False, columns=False)[0].rows
     projected = linear.infer_codes(normed.rows, plan, x.dtype)
-    return projected, infer_mlp(rows, fc1, fc2, kind, (plans[0], plans[1]), x.dtype), stream
+    return projected, whole(infer_mlp(rows, fc1, fc2, kind, (plans[0], plans[1]), x.dtype)), stream

@@ -14,7 +14,14 @@ import triton.language as tl
 
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
-from octavo.ops._runtime.launch.triton import launcher_of, let_next_begin, on_device_of
+from octavo.ops._runtime.launch.triton import (
+    EARLY_ROWS,
+    can_begin_early,
+    launcher_of,
+    let_next_begin,
+    on_device_of,
+    wait_for_last,
+)
 from octavo.ops.activation.gelu.triton import gelu_values
 from octavo.ops.activation.swiglu.triton import (
     is_inside,
@@ -97,8 +104,10 @@ def _gelu(z, bias, first_f, f, is_in):
 def forward_tiles(
     OUT, COPY_OUT, x, bias, stride, T, F,
     KIND: tl.constexpr, RULE: tl.constexpr, COPY_RULE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Emit a tile of the activation of x, and x's FP8 copy."""
+    wait_for_last(EARLY)
     let_next_begin()
     num_tiles_f = tl.cdiv(F, BLOCK_F)
     tile_t = tl.program_id(0) // num_tiles_f
@@ -401,6 +410,7 @@ def _emission(
 def _launch(x: torch.Tensor, kind: str, bias: torch.Tensor | None, emission: Emission, copy: Emission | None) -> None:
     """The launches of rows alone; x is copied by the one that stores codes."""
     T, F = x.shape[0], _width(x, kind)
+    early = T <= EARLY_ROWS and can_begin_early(x.device)
     for step in emission.steps:
         beside = copy.steps[0] if copy is not None and _has_rows(step) else None
         # 128 columns where x is stored too, so that a tile ends with its half
@@ -409,7 +419,7 @@ def _launch(x: torch.Tensor, kind: str, bias: torch.Tensor | None, emission: Emi
         # no contraction, or fused and plain kernels would round apart
         launch = launcher_of(
             forward_tiles, KIND=kind, RULE=step.rule, COPY_RULE=_rule(beside), BLOCK_T=block_t, BLOCK_F=block_f,
-            enable_fp_fusion=False, **options,
+            EARLY=early, launch_pdl=early, enable_fp_fusion=False, **options,
         )  # fmt: skip
         grid = (triton.cdiv(T, block_t) * triton.cdiv(F, block_f),)
         launch(grid, step.out, _out(beside), x, bias, x.stride(0), T, F)

@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.ops._runtime.launch.triton import launcher_of, let_next_begin, on_device_of
+from octavo.ops._runtime.launch.triton import launcher_of, let_next_begin, on_device_of, wait_for_last
+from octavo.ops.one_shot.triton import exchange_few_rows, exchange_rows
 from octavo.ops.quantize.triton.casts import round_to, widen
 from octavo.ops.quantize.triton.device import emit, emit_tile
 
@@ -91,11 +92,22 @@ def load_beta(bias, cols, col_is_in):
 
 
 @triton.jit
-def load_sum(x, residual, stride_xm, stride_rm, first_row, rows, cols, is_in):
-    """x + residual at these places, rounded to x's dtype, in fp32."""
+def load_sum(
+    x, residual, exchange, stride_xm, stride_rm, first_row, rows, cols, row_is_in, is_in,
+    WAY: tl.constexpr,
+):  # fmt: skip
+    """x + residual at these places, rounded to x's dtype, in fp32; x is what all ranks' make, where they exchange.
+
+    WAY: (ranks, whether their parts are added, whether they travel in packets), or None.
+    """
     # Offsets are kept relative to the first row: a 64-bit address for every element would spill registers.
-    values = tl.load(x + first_row * stride_xm + rows[:, None] * stride_xm + cols[None, :], mask=is_in, other=0.0)
-    values = widen(values)
+    if exchange is None:
+        values = tl.load(x + first_row * stride_xm + rows[:, None] * stride_xm + cols[None, :], mask=is_in, other=0.0)
+        values = widen(values)
+    elif WAY[2]:
+        values = exchange_few_rows(x, exchange, stride_xm, first_row, rows, cols, row_is_in, WAY[0], WAY[1])
+    else:
+        values = widen(exchange_rows(x, exchange, stride_xm, first_row, rows, cols, is_in, WAY[0], WAY[1]))
     if residual is not None:
         places = residual + first_row * stride_rm + rows[:, None] * stride_rm + cols[None, :]
         values = values + widen(tl.load(places, mask=is_in, other=0.0))
@@ -112,8 +124,9 @@ def store_rows(places, K, first_row, rows, cols, values, is_in):
 
 @triton.jit
 def norm_tile(
-    STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, stride_xm, stride_rm, tile, T, K, eps,
+    STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, exchange, stride_xm, stride_rm, tile, T, K, eps,
     STORED_RULE: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    WAY: tl.constexpr,
 ):  # fmt: skip
     """All but the norm's store of one tile of whole rows: (norm [ROWS, BLOCK_K], first row, rows, columns, mask)."""
     HAS_MEAN: tl.constexpr = mean_out is not None
@@ -123,7 +136,7 @@ def norm_tile(
     row_is_in = rows < T - first_row
     col_is_in = cols < K
     is_in = row_is_in[:, None] & col_is_in[None, :]
-    values = load_sum(x, residual, stride_xm, stride_rm, first_row, rows, cols, is_in)
+    values = load_sum(x, residual, exchange, stride_xm, stride_rm, first_row, rows, cols, row_is_in, is_in, WAY)
     if residual is not None:
         store_rows(summed, K, first_row, rows, cols, values, is_in)
     mean, rstd = row_statistics(values, col_is_in, K, eps, HAS_MEAN)
@@ -145,8 +158,8 @@ def norm_rows(
 ):  # fmt: skip
     """ROWS whole rows a program."""
     normed, first_row, rows, cols, is_in = norm_tile(
-        None, summed, mean_out, rstd_out, x, residual, weight, bias, stride_xm, stride_rm, tl.program_id(0), T, K, eps,
-        None, ZERO_CENTERED, ROWS, BLOCK_K,
+        None, summed, mean_out, rstd_out, x, residual, weight, bias, None, stride_xm, stride_rm, tl.program_id(0), T, K,
+        eps, None, ZERO_CENTERED, ROWS, BLOCK_K, None,
     )  # fmt: skip
     store_rows(y, K, first_row, rows, cols, normed, is_in)
 
@@ -165,7 +178,7 @@ def norm_long_rows(
     for start in range(0, K, BLOCK_K):
         cols = start + tl.arange(0, BLOCK_K).to(tl.int64)
         is_in = (cols < K)[None, :]
-        values = load_sum(x, residual, stride_xm, stride_rm, row, rows, cols, is_in)
+        values = load_sum(x, residual, None, stride_xm, stride_rm, row, rows, cols, None, is_in, None)
         if residual is not None:
             store_rows(summed, K, row, rows, cols, values, is_in)
         total += values if HAS_MEAN else values * values
@@ -176,7 +189,7 @@ def norm_long_rows(
         for start in range(0, K, BLOCK_K):
             cols = start + tl.arange(0, BLOCK_K).to(tl.int64)
             is_in = (cols < K)[None, :]
-            values = load_sum(x, residual, stride_xm, stride_rm, row, rows, cols, is_in)
+            values = load_sum(x, residual, None, stride_xm, stride_rm, row, rows, cols, None, is_in, None)
             centred = tl.where(is_in, values - mean[:, None], 0.0)
             total += centred * centred
     else:
@@ -187,7 +200,7 @@ def norm_long_rows(
         cols = start + tl.arange(0, BLOCK_K).to(tl.int64)
         col_is_in = cols < K
         # From x and residual again: what other threads stored in `summed` may not be seen yet.
-        values = load_sum(x, residual, stride_xm, stride_rm, row, rows, cols, col_is_in[None, :])
+        values = load_sum(x, residual, None, stride_xm, stride_rm, row, rows, cols, None, col_is_in[None, :], None)
         gamma = load_gamma(weight, cols, col_is_in, ZERO_CENTERED)
         beta = load_beta(bias, cols, col_is_in)
         normed = normalize(values, mean, rstd, gamma, beta, HAS_MEAN, bias is not None)
@@ -196,14 +209,14 @@ def norm_long_rows(
 
 @triton.jit
 def _row_part(
-    ROW_OUT, STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, stride_xm, stride_rm, tile, T, K, eps,
-    ROW_RULE: tl.constexpr, STORED_RULE: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    ROW_OUT, STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, exchange, stride_xm, stride_rm, tile,
+    T, K, eps, ROW_RULE: tl.constexpr, STORED_RULE: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr, WAY: tl.constexpr,
 ):  # fmt: skip
     """Everything of one tile of whole rows; returns their norm [ROWS, BLOCK_K], 0 or NaN outside."""
     normed, _, _, _, is_in = norm_tile(
-        STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, stride_xm, stride_rm, tile, T, K, eps,
-        STORED_RULE, ZERO_CENTERED, ROWS, BLOCK_K,
+        STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, exchange, stride_xm, stride_rm, tile, T, K,
+        eps, STORED_RULE, ZERO_CENTERED, ROWS, BLOCK_K, WAY,
     )  # fmt: skip
     normed = round_to(normed, x.dtype.element_ty)
     if bias is not None:
@@ -270,23 +283,25 @@ def _fold_amax(col_amax, tensor_amax, infinite, size, K, BLOCK_K: tl.constexpr):
 @triton.jit
 def norm_quantize_rows(
     ROW_OUT, STORED_OUT, col_amax, tensor_amax, infinite, summed, mean_out, rstd_out, x, residual, weight, bias,
-    stride_xm, stride_rm, T, K, eps, ROW_RULE: tl.constexpr, STORED_RULE: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, ROW_TILES: tl.constexpr, STAGES: tl.constexpr,
+    exchange, stride_xm, stride_rm, T, K, eps, ROW_RULE: tl.constexpr, STORED_RULE: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, ROW_TILES: tl.constexpr,
+    STAGES: tl.constexpr, WAY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The row part of ROW_TILES tiles a program."""
+    wait_for_last(EARLY)
     let_next_begin()
     if col_amax is None and tensor_amax is None:
         _row_part(
-            ROW_OUT, STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, stride_xm, stride_rm,
-            tl.program_id(0), T, K, eps, ROW_RULE, STORED_RULE, ZERO_CENTERED, ROWS, BLOCK_K,
+            ROW_OUT, STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, exchange, stride_xm, stride_rm,
+            tl.program_id(0), T, K, eps, ROW_RULE, STORED_RULE, ZERO_CENTERED, ROWS, BLOCK_K, WAY,
         )  # fmt: skip
     else:
         size = tl.zeros([BLOCK_K if col_amax is not None else BLOCK_K // 8], tl.float32)
         first = tl.program_id(0) * ROW_TILES
         for step in tl.range(0, ROW_TILES, num_stages=STAGES):
             normed = _row_part(
-                ROW_OUT, STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, stride_xm, stride_rm,
-                first + step, T, K, eps, ROW_RULE, STORED_RULE, ZERO_CENTERED, ROWS, BLOCK_K,
+                ROW_OUT, STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, None, stride_xm, stride_rm,
+                first + step, T, K, eps, ROW_RULE, STORED_RULE, ZERO_CENTERED, ROWS, BLOCK_K, None,
             )  # fmt: skip
             size = _largest(size, normed)
         _fold_amax(col_amax, tensor_amax, infinite, size, K, BLOCK_K)
@@ -492,7 +507,7 @@ class NormLaunch(NamedTuple):
     ) -> "NormLaunch":
         """Allocate the outputs of a forward."""
         x, residual = dense_rows(x), None if residual is None else dense_rows(residual)
-        summed = None if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+        summed = None if residual is None else torch.empty_like(residual, memory_format=torch.contiguous_format)
         rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
         mean = torch.empty_like(rstd) if kind == "layer_norm" else None
         vectors = (weight.contiguous(), None if bias is None else bias.contiguous())

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from octavo.numerics import Scaling
+from octavo.ops.norm.norm_quantize import triton as norms
 from octavo.ops.one_shot import triton as kernels
 from tests.ops.compiled import compiled, launched
 
@@ -26,3 +28,31 @@ def test_a_kernel_compiles(kind: str, world: int) -> None:
     ptx = compiled(launch).ptx
     assert ptx.count("atom.global.sys.release.exch") == world
     assert ptx.count("ld.global.sys.acquire") >= world
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_packets_compile(world: int) -> None:
+    def call() -> None:
+        arguments = WORDS, WORDS[0], WORDS, WORDS[0], SHARED[0], SHARED[2], 1, 4096, 1024, 32
+        kernels.launch(kernels.gather_packets, 4096, world, WORDS, *arguments)
+
+    (launch,) = launched(call)
+    ptx = compiled(launch).ptx
+    assert "atom" not in ptx and "st.global.wt" in ptx and "ld.volatile.global" in ptx
+
+
+@pytest.mark.parametrize("is_sum", [True, False], ids=["sum", "columns"])
+@pytest.mark.parametrize("tokens", [1, 64], ids=["by packets", "by flags"])
+def test_the_norm_of_parts_compiles(tokens: int, is_sum: bool) -> None:
+    part = torch.zeros(tokens, 4096 if is_sum else 2048, dtype=torch.bfloat16)
+    weight, residual = torch.ones(4096, dtype=torch.bfloat16), torch.zeros(tokens, 4096, dtype=torch.bfloat16)
+    exchange = norms.Exchange((*SHARED, SHARED[0]), 1, 2, is_sum)
+    scaling = Scaling.of_kind("block_1x128")
+
+    def call() -> None:
+        norms.exchange_norm_quantize(part, exchange, weight, None, residual, 1e-6, "rms_norm", False, scaling)
+
+    (launch,) = launched(call)
+    ptx = compiled(launch).ptx
+    assert ("ld.volatile.global" in ptx) == (tokens == 1) and ("atom" in ptx) == (tokens > 1)
+    assert ("griddepcontrol.wait" in ptx) == (tokens == 1)

@@ -5,6 +5,7 @@ all that. `launcher_of(kernel, **constants)` lets it do so once for each key and
 """
 
 import contextlib
+import functools
 import threading
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 from triton.compiler import CompiledKernel
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import cuda_capability_geq
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -37,6 +38,25 @@ def let_next_begin():
     """In a small kernel: let one that is launched early (launch_pdl) begin what does not depend on this kernel."""
     if IS_COMPILED and cuda_capability_geq(9):
         gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_last(EARLY: tl.constexpr):
+    """In a kernel that was launched early: wait until those before it have ended, and what they wrote is there."""
+    if EARLY and IS_COMPILED and cuda_capability_geq(9):
+        gdc_wait()
+
+
+# Rows up to which small kernels are launched early: more fill the GPU by themselves.
+EARLY_ROWS = 32
+
+
+@functools.cache
+def can_begin_early(device: torch.device) -> bool:
+    """Whether launches on this device may overlap: from Hopper on. Without a GPU, what Hopper would get is compiled."""
+    if knobs.runtime.interpret:
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class CompiledLaunch(NamedTuple):

@@ -8,7 +8,7 @@ to 353 for the two), and a launch for every 1024 to 8192 tokens, of their rows b
 366 us against 227; the shorter, the slower): instructions hold it back, not the memory.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,7 +16,7 @@ import triton
 from octavo.numerics.infinity import infinity_flag
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
-from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
+from octavo.ops._runtime.launch.triton import EARLY_ROWS, can_begin_early, launcher_of, on_device_of
 from octavo.ops.norm.triton import (
     LONGEST_ROW,
     NormLaunch,
@@ -25,12 +25,16 @@ from octavo.ops.norm.triton import (
     norm_quantize_tiles,
     row_tile,
 )
+from octavo.ops.one_shot.triton import FEW, MOST, PACKETS, REGION_BYTES
 from octavo.ops.quantize.triton import Emission, Step, quantize_matrix
 
 # Tiles of rows whose amaxes a program folds before it folds them into memory: of the columns, of the whole tensor; and
 # how many times the warps of a program without amaxes it has, and the stages of that loop's loads.
 COLUMN_AMAX_LOOP = (32, 1, 1)
 TENSOR_AMAX_LOOP = (4, 1, 1)
+
+# And how many times those warps where ranks exchange: a message waits for no other.
+EXCHANGE_WARPS = 2
 
 ROW_LOCAL_KINDS = ("per_row", "block_1x128", "mx_1x32")
 
@@ -68,12 +72,62 @@ def norm_quantize(
     return (rows.qdata, rows.scale, *pairs[0], summed, *pairs[1], mean, rstd)
 
 
+class Exchange(NamedTuple):
+    """How the ranks of a tensor-parallel group put x together: see octavo.ops.one_shot.triton.
+
+    Attributes:
+        shared: staging, flags, counters, packets.
+        rank: this one.
+        world: how many there are.
+        is_sum: their parts [T, K] are added; else their columns [T, K / world] stand side by side.
+    """
+
+    shared: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    rank: int
+    world: int
+    is_sum: bool
+
+
+def can_exchange(part: torch.Tensor, K: int, scaling: Scaling) -> bool:
+    """Whether exchange_norm_quantize takes this rank's part of [T, K]."""
+    if part.dim() != 2 or not part.shape[0] or K > LONGEST_ROW or scaling.kind not in ROW_LOCAL_KINDS:
+        return False
+    rows, block_k, _ = row_tile(K)
+    return rows * block_k * part.itemsize <= REGION_BYTES and triton.cdiv(part.shape[0], rows) <= MOST
+
+
+def exchange_norm_quantize(
+    part: torch.Tensor,
+    exchange: Exchange,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    eps: float,
+    kind: str,
+    zero_centered_gamma: bool,
+    scaling: Scaling,
+) -> tuple[QuantizedTensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(codes, x + residual, mean, rstd) of an x of which each rank has a part; one launch, which all ranks make.
+
+    Args:
+        part: this rank's, where can_exchange allows.
+        residual: [T, K], the same on all ranks.
+    Exactness: bitwise what norm_quantize makes of the whole x, whose sum is made in fp32 in the order of the ranks.
+    """
+    norm = NormLaunch.of(part, weight, bias, residual, kind)
+    call = _Call(norm, {"ZERO_CENTERED": zero_centered_gamma, "enable_fp_fusion": norm.fuses}, exchange)
+    with on_device_of(part):
+        rows, _, _ = call.run(eps, scaling, None, None, None, None)
+    assert rows is not None, "rows are always made"
+    return rows, *norm.results
+
+
 class _Call:
     """One call's operands and outputs, and the launches that turn the ones into the others."""
 
-    def __init__(self, norm: NormLaunch, options: dict[str, bool]) -> None:
-        self.norm, self.options = norm, options
-        self.x, (self.T, self.K) = norm.sources[0], norm.sources[0].shape
+    def __init__(self, norm: NormLaunch, options: dict[str, bool], exchange: Exchange | None = None) -> None:
+        self.norm, self.options, self.exchange = norm, options, exchange
+        self.x, self.T, self.K = norm.sources[0], norm.sources[0].shape[0], norm.sources[2].numel()
 
     def run(
         self,
@@ -137,13 +191,25 @@ class _Call:
         rows, block_k, num_warps = row_tile(self.K)
         loop = COLUMN_AMAX_LOOP if outs[2] is not None else TENSOR_AMAX_LOOP if outs[3] is not None else (1, 1, 1)
         row_tiles, more_warps, stages = loop
+        early = self.T <= EARLY_ROWS and can_begin_early(self.x.device)
+        way, shared = None, None
+        if self.exchange is not None:
+            more_warps = EXCHANGE_WARPS
+            way = (self.exchange.world, self.exchange.is_sum, self._is_few(rows, block_k))
+            *of_all, packets = self.exchange.shared
+            shared = (*of_all, self.exchange.rank, self.x.shape[1], packets)
         launch = launcher_of(
-            norm_quantize_rows, **rules, ROWS=rows, BLOCK_K=block_k, ROW_TILES=row_tiles, STAGES=stages,
-            num_warps=num_warps * more_warps, **self.options,
+            norm_quantize_rows, **rules, ROWS=rows, BLOCK_K=block_k, ROW_TILES=row_tiles, STAGES=stages, WAY=way,
+            EARLY=early, launch_pdl=early, num_warps=num_warps * more_warps, **self.options,
         )  # fmt: skip
         infinite = None if outs[3] is None else infinity_flag(self.x.device)
-        operands = (*outs, infinite, *self.norm.outputs, *self.norm.sources, *self.norm.strides)
+        operands = (*outs, infinite, *self.norm.outputs, *self.norm.sources, shared, *self.norm.strides)
         launch((triton.cdiv(self.T, rows * row_tiles),), *operands, self.T, self.K, eps)
+
+    def _is_few(self, rows: int, block_k: int) -> bool:
+        """Whether the ranks' parts travel in packets, of two numbers each."""
+        is_paired = self.x.dtype == torch.bfloat16 and self.x.shape[1] % 2 == self.x.stride(0) % 2 == 0
+        return is_paired and rows * block_k // 2 <= PACKETS and triton.cdiv(self.T, rows) <= FEW
 
     def _launch_tiles(self, step: Step) -> None:
         launch = launcher_of(

@@ -4,17 +4,15 @@ A program owns BLOCK_N rows of the weight, all tokens (BLOCK_M) and one of SPLIT
 Legend: M tokens, N out, K in; a [M, K] and b [N, K] E4M3 codes.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 from triton.language.target_info import cuda_capability_geq
 
 from octavo.numerics.quantized import QuantizedTensor
-from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
+from octavo.ops._runtime.launch.triton import can_begin_early, launcher_of, let_next_begin, on_device_of, wait_for_last
 from octavo.ops.gemm.skinny_mm.triton.splits import (
     BLOCK_K,
     PROGRAMS,
@@ -46,7 +44,7 @@ class NarrowTile(NamedTuple):
 
 TILE = NarrowTile(64, 8, 6, 2, 4)
 WIDE_TILE = NarrowTile(128, 8, 3, 2, 4)  # of weights with so many rows that tiles of 64 would come in waves of programs
-WIDE_FROM = 2 * PROGRAMS * TILE.block_n + 1  # rows
+WIDE_FROM = PROGRAMS * TILE.block_n + 1  # rows
 
 
 def tile_of(rows: int) -> NarrowTile:
@@ -82,7 +80,8 @@ def narrow_tiles(
         coming = tl.minimum(first + tl.arange(0, AHEAD), last - 1)
         rows = tl.minimum(n, N - 1).to(tl.int64)
         _prefetch(b + rows[:, None] * K + coming[None, :] * BLOCK_K)
-        gdc_wait()
+        wait_for_last(True)
+    let_next_begin()
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for first_slab in tl.range(first, last, UNROLL, num_stages=STAGES):
         for step in tl.static_range(UNROLL):
@@ -116,7 +115,7 @@ def narrow_mm(
     splits, slabs_a_split = split_of(PROGRAMS // tiles, slabs, unroll)  # by the weight's shape alone, never by M
     out = torch.empty(M, N, dtype=out_dtype, device=device)
     parts, arrivals = new_parts(device, tiles, splits, tile.block_n * block_m)
-    ahead = tile.ahead if _can_begin_early(device) else 0
+    ahead = tile.ahead if can_begin_early(device) else 0
     scales = Scales.of(a, b)
     with on_device_of(a.qdata):
         launch = launcher_of(
@@ -127,11 +126,3 @@ def narrow_mm(
         operands = (a.qdata, b.qdata, *scales.tensors, bias)
         launch((tiles, splits), out, parts, arrivals, *operands, K, *scales.strides, M, N, K, slabs_a_split)
     return out
-
-
-@functools.cache
-def _can_begin_early(device: torch.device) -> bool:
-    """Whether launches on this device may overlap: from Hopper on. Without a GPU, what Hopper would get is compiled."""
-    if triton.knobs.runtime.interpret:
-        return False
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)

@@ -43,9 +43,9 @@ test: $(DEV)  ## the fast tests (ARGS="tests/ops -k quantize")
 	$(PYTEST) $(WORKERS) $(ARGS)
 
 test-slow: $(DEV)  ## the slow tests
-	$(PYTEST) $(WORKERS) -m 'slow and not gpu' --timeout 1800 $(ARGS)
+	$(PYTEST) $(WORKERS) -m 'slow and not gpu and not nightly' --timeout 1800 $(ARGS)
 
-test-nightly: $(DEV)  ## the long matrices of faults and attackers, recorded in bench/records/nightly.json
+test-nightly: $(DEV)  ## the longest tests (faults, attackers, largest variants), recorded in bench/records/nightly.json
 	$(PYTEST) $(WORKERS) -p tests.nightly -m nightly --timeout 1800 $(ARGS)
 
 test-gpu: $(DEV)  ## the tests that need a GPU; another machine's torch may warn, so warnings are no errors

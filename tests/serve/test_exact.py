@@ -111,13 +111,16 @@ def test_scales_shared_between_tokens_are_not_exact() -> None:
     assert 1e-4 < gap < 5.0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "recipe", "batch"),
     # every family with every recipe at 16; any two of family, recipe and batch meet at the small ones
     [
-        *((f, r, 16) for f in FAMILIES for r in RECIPES),
-        *((f, RECIPES[(i + j) % 2], b) for i, f in enumerate(FAMILIES) for j, b in enumerate((1, 4))),
+        *(pytest.param(f, r, 16, marks=pytest.mark.nightly) for f in FAMILIES for r in RECIPES),
+        *(
+            pytest.param(f, RECIPES[(i + j) % 2], b, marks=pytest.mark.slow)
+            for i, f in enumerate(FAMILIES)
+            for j, b in enumerate((1, 4))
+        ),
         *(pytest.param(f, r, 64, marks=pytest.mark.slow(first=True)) for f, r in LARGEST),
     ],
 )

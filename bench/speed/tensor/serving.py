@@ -1,5 +1,6 @@
 """`single`, `mixed`, `long`: the workloads of `octavo bench serve` on one GPU and on all of them together."""
 
+import functools
 import math
 import time
 
@@ -41,9 +42,8 @@ def _measure(session: Session, workload: Workload) -> None:
     requests = workload.draw(config_of(session).vocab_size, workload.num_requests)
     found: dict[str, EngineRun] = {}
     for layout in LAYOUTS:
-        session.attempt(
-            f"{workload.name} {layout.label}", lambda layout=layout: _run(session, workload, requests, layout, found)
-        )  # type: ignore[misc]
+        run = functools.partial(_run, session, workload, requests, layout, found)
+        session.attempt(f"{workload.name} {layout.label}", run)
 
 
 def _run(session: Session, workload: Workload, requests: Requests, layout: Layout, found: dict[str, EngineRun]) -> None:

@@ -1,4 +1,4 @@
-"""Benchmarks of several ranks: `octavo bench comm` and `octavo bench scale` start one a GPU of this machine."""
+"""Benchmarks of several ranks: `octavo bench comm`, `scale` and `tensor` start one a GPU of this machine."""
 
 import subprocess
 
@@ -12,10 +12,11 @@ from octavo.errors import BackendError
 ON_RANKS = {
     "comm": "collectives between GPUs, FP8 beside bf16",
     "scale": "sharded training, saving and reinforcement learning on several GPUs against one",
+    "tensor": "serving with linears cut among GPUs against one GPU",
 }
 # Options of each program: for --filter, for toy sizes.
-_FILTERS = {"comm": "--filter", "scale": "--only"}
-_QUICK = {"comm": ["--sizes", "0.05", "--repeats", "2"], "scale": ["--toy"]}
+_FILTERS = {"comm": "--filter", "scale": "--only", "tensor": "--only"}
+_QUICK = {"comm": ["--sizes", "0.05", "--repeats", "2"], "scale": ["--toy"], "tensor": ["--toy"]}
 _CPU_RANKS = 2
 
 

@@ -3,6 +3,7 @@
 import sys
 import time
 import warnings
+from typing import Any
 
 import torch
 
@@ -14,7 +15,8 @@ from bench.speed.tensor.bits import bits
 from bench.speed.tensor.serving import long, mixed, single
 from octavo.distributed.mesh import Mesh, ParallelSection
 
-PARTS = {part.__name__: part for part in (bits, single, mixed, long)}
+SERVING: tuple[Any, ...] = (single, mixed, long)
+PARTS: dict[str, Any] = {part.__name__: part for part in (bits, *SERVING)}
 
 
 def main(arguments: list[str] | None = None, mesh: Mesh | None = None) -> int:
@@ -25,7 +27,8 @@ def main(arguments: list[str] | None = None, mesh: Mesh | None = None) -> int:
     """
     parser = Program("bench.speed.tensor", DOC)
     parser.add_argument("--only", action="append", choices=PARTS, default=[], help="this part; repeatable")
-    parser.add_argument("--profile", action="store_true", help="print the top kernels of some steps of single")
+    parser.add_argument("--profile", action="store_true", help="print the top kernels of some decode steps")
+    parser.add_argument("--runs", type=int, default=3, help="of each workload, whose median counts")
     parser.add_argument("--toy", action="store_true", help="sizes for a CPU")
     options = parser.parse(arguments)
     if options.device == "cpu" and not options.toy:
@@ -52,7 +55,7 @@ def main(arguments: list[str] | None = None, mesh: Mesh | None = None) -> int:
         if name not in (options.only or PARTS):
             continue
         began = time.perf_counter()
-        part(session)
+        part(session, *([options.runs] if part in SERVING else []))
         session.say(f"{name}: {time.perf_counter() - began:.1f} s")
     if is_ours:
         mesh.close()

@@ -18,42 +18,48 @@ from octavo.serve import LLM
 from octavo.serve.engine import Engine
 
 LAYOUTS = (ONE_GPU, REDUCE, GATHER, GATHER_EXACT)
-_NUM_RUNS = 3
-_PROFILED_TOKENS, _TOP_KERNELS = 40, 24
+_PROFILED_PROMPT_LEN, _PROFILED_TOKENS, _TOP_KERNELS = 64, 40, 24
 
 
-def single(session: Session) -> None:
+def single(session: Session, num_runs: int) -> None:
     """One request."""
-    _measure(session, WORKLOADS["8b-single"])
+    _measure(session, WORKLOADS["8b-single"], num_runs)
 
 
-def mixed(session: Session) -> None:
+def mixed(session: Session, num_runs: int) -> None:
     """256 requests of 100 to 1024 tokens in and out."""
-    _measure(session, WORKLOADS["8b-mixed"])
+    _measure(session, WORKLOADS["8b-mixed"], num_runs)
 
 
-def long(session: Session) -> None:
+def long(session: Session, num_runs: int) -> None:
     """64 requests of 8192 tokens in and 512 out."""
-    _measure(session, WORKLOADS["8b-64x8192"])
+    _measure(session, WORKLOADS["8b-64x8192"], num_runs)
 
 
-def _measure(session: Session, workload: Workload) -> None:
+def _measure(session: Session, workload: Workload, num_runs: int) -> None:
     workload = shrink(workload) if session.is_toy else workload
     requests = workload.draw(config_of(session).vocab_size, workload.num_requests)
     found: dict[str, EngineRun] = {}
     for layout in LAYOUTS:
-        run = functools.partial(_run, session, workload, requests, layout, found)
+        run = functools.partial(_run, session, workload, requests, layout, num_runs, found)
         session.attempt(f"{workload.name} {layout.label}", run)
 
 
-def _run(session: Session, workload: Workload, requests: Requests, layout: Layout, found: dict[str, EngineRun]) -> None:
+def _run(
+    session: Session,
+    workload: Workload,
+    requests: Requests,
+    layout: Layout,
+    num_runs: int,
+    found: dict[str, EngineRun],
+) -> None:
     model = build(session, config_of(session), layout)
     limits: dict[str, float] = {"max_num_seqs": min(MAX_NUM_SEQS, len(requests)), "max_model_len": workload.max_len}
     limits |= {"gpu_memory_utilization": MEMORY_SHARE}
     llm = LLM(model, enable_prefix_caching=False, **(QUICK_LIMITS if session.is_toy else limits))  # type: ignore[arg-type]
     warm_up(llm.engine, requests, math.inf)
     runs = []
-    for _ in range(1 if session.is_toy else _NUM_RUNS):
+    for _ in range(1 if session.is_toy else num_runs):
         session.mesh.barrier()
         runs.append(run_requests(llm.engine, requests, "cpu", math.inf))
     run = median_run(runs)
@@ -76,23 +82,24 @@ def _run(session: Session, workload: Workload, requests: Requests, layout: Layou
         said += f", {ratio:.3f} of reduce"
     found[layout.label] = run
     session.say(said)
-    if session.profiles and len(requests) == 1:
+    if session.profiles:
         _profile(session, llm.engine, requests, case)
 
 
 def _profile(session: Session, engine: Engine, requests: Requests, case: str) -> None:
-    """Print the kernels of some tokens."""
+    """Print the kernels of some decode steps; prompts are short."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if session.device.type == "cuda" else [])]
     with profile(activities=activities) as profiler:
         began = time.perf_counter()
-        run_requests(engine, [(ids, _PROFILED_TOKENS) for ids, _ in requests], "cpu", math.inf)
+        short = [(ids[:_PROFILED_PROMPT_LEN], _PROFILED_TOKENS) for ids, _ in requests]
+        run_requests(engine, short, "cpu", math.inf)
         if session.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - began
     key = "self_device_time_total" if session.device.type == "cuda" else "self_cpu_time_total"
     rows = sorted(profiler.key_averages(), key=lambda row: -getattr(row, key))[:_TOP_KERNELS]
     session.say(
-        f"{case}: {1e3 * seconds / _PROFILED_TOKENS:.3f} ms a token under the profiler; us a token, calls, us a call"
+        f"{case}: {1e3 * seconds / _PROFILED_TOKENS:.3f} ms a step under the profiler; us a step, calls, us a call"
     )
     for row in rows:
         total = getattr(row, key) / _PROFILED_TOKENS

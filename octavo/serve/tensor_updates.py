@@ -161,7 +161,8 @@ class UpdateFollower:
                 getattr(self, f"_{name}")(*arguments)
             except Exception as error:
                 failure = isinstance(error, CheckpointError), str(error) or type(error).__name__
-            orders.send(failure)
+            with contextlib.suppress(OSError):  # it has hung up
+                orders.send(failure)
 
     def _begin(self, given: dict[str, Any]) -> None:
         if given["staging_device"] is not None:

@@ -38,8 +38,10 @@ def main(arguments: list[str]) -> None:
     except Exception as error:
         calls.send(("failed", str(error) if isinstance(error, OctavoError) else f"{type(error).__name__}: {error}"))
         raise
-    threading.Thread(target=updates.run, args=(Connection(updates_fd),), daemon=True).start()
+    thread = threading.Thread(target=updates.run, args=(Connection(updates_fd),), daemon=True)
+    thread.start()
     Repeater(engine, updates).run(calls)
+    thread.join()  # the first rank hangs up on both
 
 
 def build(order: EngineOrder, rank: int, port: int, on_loaded: Any) -> tuple[Engine, UpdateFollower]:

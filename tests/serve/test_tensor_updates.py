@@ -1,6 +1,5 @@
 """New weights for an LLM of two ranks: a fresh LLM's bits, or on any rank's failure the old weights on all."""
 
-import contextlib
 import signal
 import time
 from collections.abc import Iterator
@@ -44,24 +43,28 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, P
     return folder / "0", folder / "1", folder / "codes"
 
 
-@contextlib.contextmanager
-def two_ranks(path: Path) -> Iterator[LLM]:
-    made = LLM(path, tensor_parallel_size=2, **FP8, **LIMITS)
-    yield made
-    made.engine.workers.close()  # type: ignore[attr-defined]
-
-
 @pytest.fixture(scope="module")
-def shared(checkpoints: tuple[Path, ...]) -> Iterator[LLM]:
-    with two_ranks(checkpoints[0]) as made:
-        yield made
+def started() -> Iterator[list[LLM]]:
+    """At most one: a process has one job."""
+    found: list[LLM] = []
+    yield found
+    close(found)
 
 
 @pytest.fixture
-def llm(shared: LLM, checkpoints: tuple[Path, ...]) -> LLM:
-    """With the old weights."""
-    shared.update_weights(checkpoints[0])
-    return shared
+def llm(started: list[LLM], checkpoints: tuple[Path, ...]) -> LLM:
+    """With the old weights; a new one where a test has killed a rank of the last."""
+    if any(process.poll() is not None for each in started for process in processes(each)):
+        close(started)
+    if not started:
+        started.append(LLM(checkpoints[0], tensor_parallel_size=2, **FP8, **LIMITS))
+    started[0].update_weights(checkpoints[0])
+    return started[0]
+
+
+def close(started: list[LLM]) -> None:
+    while started:
+        started.pop().engine.workers.close()  # type: ignore[attr-defined]
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
@@ -70,7 +73,6 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
 
 
 def answers(llm: LLM) -> list[Any]:
-    llm.engine.num_requests = 0
     params = SamplingParams(max_tokens=4, temperature=1.0, logprobs=1, seed=5)
     outputs = [sample for output in llm.generate(PROMPTS, params) for sample in output.outputs]
     return [(sample.token_ids, str(sample.logprobs)) for sample in outputs]
@@ -158,14 +160,9 @@ def test_a_failed_update_leaves_the_old_weights(
 
 @pytest.mark.parametrize("when", ["stage", pytest.param("commit", marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_in_an_update_is_one_error(
-    checkpoints: tuple[Path, ...], when: str, monkeypatch: pytest.MonkeyPatch
+    checkpoints: tuple[Path, ...], llm: LLM, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with two_ranks(checkpoints[0]) as llm:
-        check_killed(llm, checkpoints[1], when, monkeypatch)
-
-
-def check_killed(llm: LLM, new: Path, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    began = []
+    began: list[float] = []
 
     def kill(*given: Any) -> None:
         if not began:
@@ -179,7 +176,7 @@ def check_killed(llm: LLM, new: Path, when: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, name, kill)
     before = {key: tensor.clone() for key, tensor in live_tensors(llm.model).items()}
     with pytest.raises(LostRankError, match="rank 1 was killed by signal 9"):
-        llm.update_weights(new)
+        llm.update_weights(checkpoints[1])
     assert time.monotonic() - began[0] < 10
     assert all(torch.equal(tensor, before[key]) for key, tensor in live_tensors(llm.model).items())
     with pytest.raises(LostRankError, match="rank 1 was killed by signal 9"):
@@ -187,13 +184,13 @@ def check_killed(llm: LLM, new: Path, when: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_a_server_of_two_ranks_takes_new_weights(checkpoints: tuple[Path, ...], tmp_path: Path) -> None:
+def test_a_server_of_two_ranks_takes_new_weights(tmp_path: Path) -> None:
     """From its disk and in buckets, while a stream runs; a flipped byte is refused."""
     for seed in (0, 1):
         model = Decoder(ModelConfig(**{**vars(make().config), "vocab_size": VOCAB}), seed=seed)
         save_model(model, tmp_path / str(seed), tokenizer=byte_tokenizer())
-    options = ("--port", "0", "--device", "cpu", "--quantization", "fp8", "--exact", "--tensor-parallel-size", "2")
-    options += ("--admin-key", "admin", "--weights-dir", str(tmp_path))
+    options = ["--port", "0", "--device", "cpu", "--quantization", "fp8", "--exact", "--tensor-parallel-size", "2"]
+    options += ["--admin-key", "admin", "--weights-dir", str(tmp_path)]
     prompt = "so it is " * 9  # more than a page, which is cached
     body = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
 

@@ -69,6 +69,11 @@ CODE: dict[str, tuple[str, ...]] = {
     "sizes": _LINEAR,
     "step": _LINEAR,
     "step_host": _ENGINE,
+    "tensor": (
+        *_ENGINE,
+        *(f"octavo/distributed/{name}.py" for name in ("one_shot", "tensor_group")),
+        "octavo/parallel/tensor_parallel.py",
+    ),
     "tree_loops": (*_LOOP, "octavo/serve"),
     "trees": _ENGINE,
     "trees_b14d6df": _LINEAR,

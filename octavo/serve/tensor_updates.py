@@ -38,6 +38,7 @@ class UpdateChannel:
     def __init__(self, ends: list[Connection], group: Any, explain: Callable[[BaseException], NoReturn]) -> None:
         self._ends, self._group, self._explain = ends, group, explain
         self._lock = threading.RLock()
+        self._lost: BaseException | None = None  # from then on answers may be of older orders
 
     def tell(self, *order: Any) -> None:
         """Send an order that is not answered.
@@ -46,6 +47,8 @@ class UpdateChannel:
             LostRankError: a worker has ended.
         """
         with self._lock, self._explained():
+            if self._lost is not None:
+                raise self._lost
             for end in self._ends:
                 end.send(order)
 
@@ -85,6 +88,7 @@ class UpdateChannel:
         try:
             yield
         except (OSError, EOFError, RuntimeError) as error:
+            self._lost = error
             self._explain(error)
 
 

@@ -17,6 +17,7 @@ from octavo.models import Decoder, ModelConfig
 from octavo.models.checkpoint.safetensors_io import SafetensorsReader
 from octavo.nn.live_weights import live_tensors
 from octavo.numerics import Numerics, get_recipe
+from octavo.serve import tensor_updates
 from octavo.serve.engine.request import LostRankError
 from octavo.weights import exchange
 from octavo.weights.manifest import tensor_sha256
@@ -181,6 +182,20 @@ def test_a_rank_that_is_killed_in_an_update_is_one_error(
     assert all(torch.equal(tensor, before[key]) for key, tensor in live_tensors(llm.model).items())
     with pytest.raises(LostRankError, match="rank 1 was killed by signal 9"):
         llm.generate(PROMPTS)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_in_an_update_is_one_error(
+    checkpoints: tuple[Path, ...], started: list[LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close(started)
+    monkeypatch.setattr(tensor_updates, "_ANSWER_S", 2.0)
+    started.append(LLM(checkpoints[0], tensor_parallel_size=2, **FP8, **LIMITS))
+    processes(started[0])[0].send_signal(signal.SIGSTOP)
+    for _ in range(2):
+        with pytest.raises(LostRankError, match="a tensor-parallel rank does not answer, and has not ended"):
+            started[0].update_weights(checkpoints[1])
+    close(started)
 
 
 @pytest.mark.slow

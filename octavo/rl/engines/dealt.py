@@ -71,10 +71,10 @@ class DealtEngine(EmbeddedEngine):
         self._keeps_weights = keeps_weights
         self._weights: Callable[[], AbstractContextManager[None]] = nullcontext
         if keeps_weights:
+            if tensor_group is not None:
+                parallelize(sampler, tensor_group)  # a shell: no rank has memory for the whole of it
             give_memory(sampler, mesh.device)
             copy_weights(policy, sampler)
-            if tensor_group is not None:
-                parallelize(sampler, tensor_group)
         elif sampler is policy:
             self._weights = functools.partial(gathered, policy)
         elif sampler.tensor_group is None:

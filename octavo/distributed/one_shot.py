@@ -97,7 +97,7 @@ class OneShot:
         if part.nbytes > self.max_bytes or not triton.can_exchange(part, weight.numel(), scaling):
             return None
         shared = self._staging, self._flags, self._counters, self._packets
-        exchange = triton.Exchange(shared, self.rank, self.world, is_sum)
+        exchange = triton.RankExchange(shared, self.rank, self.world, is_sum)
         arguments = weight, bias, residual, eps, kind, zero_centered_gamma, scaling
         rows, summed, mean, rstd = triton.exchange_norm_quantize(part.contiguous(), exchange, *arguments)
         return NormQuantized(rows, None, summed, None, mean if kind == "layer_norm" else None, rstd)

@@ -132,7 +132,7 @@ class TensorGroup:
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class PartialRows:
     """A matrix [T, K] of which each rank has a part; the next norm's kernel puts them together.
 
     Attributes:
@@ -166,9 +166,9 @@ class Parts:
         return one_shot.norm_quantize(self.own, self.is_sum, *arguments)
 
 
-def whole(x: T | Parts) -> T | torch.Tensor:
+def whole(x: T | PartialRows) -> T | torch.Tensor:
     """x itself, or what its parts make."""
-    return x.whole() if isinstance(x, Parts) else x
+    return x.whole() if isinstance(x, PartialRows) else x
 
 
 class _GatherColumns(torch.autograd.Function):

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from octavo.deprecation import former_keywords
-from octavo.distributed.tensor_group import Parts, TensorGroup, whole
+from octavo.distributed.tensor_group import PartialRows, TensorGroup, whole
 from octavo.errors import DtypeError, RecipeError, ShapeError
 from octavo.models.checkpoint.kv_scales import KVScales
 from octavo.models.config import ModelConfig
@@ -165,7 +165,7 @@ class Decoder(FusedLayer):
                 f"{tuple(token_ids.shape)}; sequences follow each other without padding"
             )
         x = F.embedding(token_ids, self.embed_tokens.weight)  # [T, hidden_size]
-        addend: torch.Tensor | Parts | None = None
+        addend: torch.Tensor | PartialRows | None = None
         for layer in self.layers:
             if not torch.is_grad_enabled() and self.fuses(layer):
                 x, addend = layer.advance(x, addend, context)  # type: ignore[operator]

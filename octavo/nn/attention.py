@@ -2,7 +2,7 @@
 
 import torch
 
-from octavo.distributed.tensor_group import Parts, whole
+from octavo.distributed.tensor_group import PartialRows, whole
 from octavo.errors import ShapeError
 from octavo.nn.attention_context import AttentionContext, CachingContext
 from octavo.nn.autocast_context import effective_recipe
@@ -63,7 +63,7 @@ class Attention(FusedLayer):
         """x [T, hidden_size] -> [T, hidden_size]."""
         return whole(self.attend(self.qkv_proj(x), context))
 
-    def attend(self, qkv: torch.Tensor, context: AttentionContext) -> torch.Tensor | Parts:
+    def attend(self, qkv: torch.Tensor, context: AttentionContext) -> torch.Tensor | PartialRows:
         """What follows the projection: qkv [T, sum of its parts] -> [T, hidden_size], or this rank's part of it."""
         tokens = qkv.shape[0]
         if isinstance(context, CachingContext) and self.fuses(self.rope, *self._norms()):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from octavo.distributed.cut import Cut
-from octavo.distributed.tensor_group import Parts, TensorGroup
+from octavo.distributed.tensor_group import PartialRows, TensorGroup
 from octavo.errors import ConfigError, RecipeError, ShapeError
 from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.functional.linear import quantize_input
@@ -220,17 +220,19 @@ class RowLinear(CutLinear):
         out = self._infer_part(rows, plan, dtype, with_bias=False).whole()
         return out + self.bias if with_bias and self.bias is not None else out
 
-    def infer_parts(self, rows: QuantizedTensor, plan: LinearPlan, dtype: torch.dtype) -> torch.Tensor | Parts:
+    def infer_parts(self, rows: QuantizedTensor, plan: LinearPlan, dtype: torch.dtype) -> torch.Tensor | PartialRows:
         if self.mode == "reduce" and self.bias is not None:
             return self.infer_codes(rows, plan, dtype)
         return self._infer_part(rows, plan, dtype, with_bias=True)
 
-    def _infer_part(self, rows: QuantizedTensor, plan: LinearPlan, dtype: torch.dtype, *, with_bias: bool) -> Parts:
+    def _infer_part(
+        self, rows: QuantizedTensor, plan: LinearPlan, dtype: torch.dtype, *, with_bias: bool
+    ) -> PartialRows:
         self.check()
         if self.mode == "gather":
             rows = self.tensor_group.gather_codes(rows)
         own = super().infer_codes(rows, plan, dtype, with_bias=with_bias)
-        return Parts(own, self.tensor_group, self.mode == "reduce")
+        return PartialRows(own, self.tensor_group, self.mode == "reduce")
 
     def may_take_codes(self, recipe: Recipe) -> bool:
         """A scale of a whole row is known to no rank before all have seen theirs."""

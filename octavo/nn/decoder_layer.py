@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from octavo.distributed.tensor_group import Parts, whole
+from octavo.distributed.tensor_group import PartialRows, whole
 from octavo.nn.attention import Attention
 from octavo.nn.attention_context import AttentionContext
 from octavo.nn.functional.norm_linear import norm_linear
@@ -49,8 +49,8 @@ class DecoderLayer(FusedLayer):
         return x + whole(addend)
 
     def advance(
-        self, x: torch.Tensor, addend: torch.Tensor | Parts | None, context: AttentionContext
-    ) -> tuple[torch.Tensor, torch.Tensor | Parts]:
+        self, x: torch.Tensor, addend: torch.Tensor | PartialRows | None, context: AttentionContext
+    ) -> tuple[torch.Tensor, torch.Tensor | PartialRows]:
         """The layer between two sums, which the next norm's kernel makes; forward begins and ends with one.
 
         Args:

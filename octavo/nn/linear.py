@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from octavo.distributed.tensor_group import Parts
+from octavo.distributed.tensor_group import PartialRows
 from octavo.errors import DtypeError, RecipeError, ShapeError
 from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.functional.emulated import EmulatedLinearFunction
@@ -141,7 +141,7 @@ class Linear(WeightHolder):
         bias = self.bias if with_bias else None
         return output_gemm(rows, self.weight, bias, self.source, plan, dtype, training=False)
 
-    def infer_parts(self, rows: QuantizedTensor, plan: LinearPlan, dtype: torch.dtype) -> torch.Tensor | Parts:
+    def infer_parts(self, rows: QuantizedTensor, plan: LinearPlan, dtype: torch.dtype) -> torch.Tensor | PartialRows:
         """infer_codes, or this rank's part of it, which the next norm's kernel puts together with the others'."""
         return self.infer_codes(rows, plan, dtype)
 

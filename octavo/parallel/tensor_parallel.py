@@ -13,6 +13,7 @@ from octavo.models.decoder import Decoder
 from octavo.nn import MLP, Attention, GeluMLP, Linear, plan_fusion
 from octavo.nn.cut_linear import ColumnLinear, CutLinear, RowLinear, TensorMode, check_mode
 from octavo.nn.weights.slices import Slices
+from octavo.ops.adamw import BLOCK
 from octavo.parallel.equal import check_equal
 from octavo.parallel.gather import is_sharded
 from octavo.parallel.replaced import note_replaced
@@ -49,9 +50,9 @@ def parallelize(model: Decoder, mesh: "Mesh | TensorGroup", *, mode: TensorMode 
     """Keep this rank's slices of a Decoder's linears and let it compute with the other ranks of its group.
 
     Attention is cut by KV head (KV heads that are fewer than ranks are repeated), gate and up by column, o_proj and
-    down_proj by row or column as mode says, lm_head by vocabulary. Norms, experts and embedding (a head tied to it
-    too) stay whole on every rank. All ranks call the model with the same tokens; hidden states, logits and samples
-    are the same on all of them.
+    down_proj by row or column as mode says, lm_head by vocabulary where the ranks divide it. Norms, experts and
+    embedding (a head tied to it too) stay whole on every rank. All ranks call the model with the same tokens; hidden
+    states, logits and samples are the same on all of them.
 
     Args:
         model: a Decoder with the same values on all ranks, trainable or of FP8 codes alone; before shard, and before
@@ -90,8 +91,9 @@ def parallelize(model: Decoder, mesh: "Mesh | TensorGroup", *, mode: TensorMode 
     check_equal(whole, group.group, model.device)
     blocks = [block for block in model.modules() if isinstance(block, Attention | MLP | GeluMLP)]
     plans = [plan for block in blocks for plan in _plans(block, group, mode)]  # all is checked before anything changes
-    if model.lm_head is not None:
-        plans.append(_head_plan(model, model.lm_head, group))
+    if model.lm_head is not None and _is_head_cut(model.lm_head, group):
+        rows = (_own(model.lm_head.out_features, group, "lm_head"),)
+        plans.append((model, "lm_head", model.lm_head, rows, slice(0, model.lm_head.in_features), ColumnLinear))
     made = [(*plan[:2], _cut(*plan[2:], group, mode)) for plan in plans]
     for block, name, linear in made:
         setattr(block, name, linear)
@@ -128,12 +130,10 @@ def _plans(
     return plans
 
 
-def _head_plan(
-    model: Decoder, head: Linear, group: TensorGroup
-) -> tuple[nn.Module, str, Linear, Ranges, slice, type[CutLinear]]:
-    """As _plans."""
-    rows = _own(head.out_features, group, "lm_head")
-    return model, "lm_head", head, (rows,), slice(0, head.in_features), ColumnLinear
+def _is_head_cut(head: Linear, group: TensorGroup) -> bool:
+    """Not where ranks do not divide the vocabulary, or would cut the elements of a bias that share a moment's scale."""
+    own, rest = divmod(head.out_features, group.size)
+    return not rest and (head.bias is None or own % BLOCK == 0)
 
 
 def _own(num: int, group: TensorGroup, what: str, start: int = 0) -> slice:

@@ -230,6 +230,9 @@ def _transients(
     chunk = chunk_len(num_tokens, architecture.vocab_size, size)
     part = chunk_len(chunk, architecture.vocab_size, 8)
     logits = architecture.vocab_size * (chunk * size + part * 4)
+    if model.head_group is not None:  # a rank's own, all that it receives, and these in order
+        wide = 2 * architecture.vocab_size + architecture.vocab_size // model.head_group.size
+        logits = 4 * wide * chunk_len(num_tokens, 3 * architecture.vocab_size, 4)
     if device.type != "cuda":
         logits += 4 * architecture.vocab_size * architecture.hidden_size
     # gradients of the MLP's two inner tensors and of three of the layer's width, and their codes in both directions

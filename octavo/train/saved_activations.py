@@ -35,6 +35,7 @@ class Saved:
 LINEAR, NORM, STATISTICS = "linear inputs", "norm inputs", "norm statistics"
 ROUTING = "routing"
 ACTIVATION, ATTENTION, HEAD, IDS = "activation inputs", "attention", "head gradients", "token ids and positions"
+HEAD_INPUT = "head inputs"  # of a head that is cut among ranks
 LAYER_INPUT = "layer inputs (recomputed)"
 
 
@@ -55,8 +56,12 @@ def saved_by_model(model: Decoder, num_tokens: int, num_recomputed: int = 0) -> 
         else:
             rows += saved_by_layer(layer, model, num_tokens)
     rows += _of_norm(num_tokens, hidden, 1, model.dtype, shares_input=False)
-    # the loss makes the gradients of hidden states and of the head's weight in its forward
-    rows.append(Saved(HEAD, "fp32", 4 * hidden * (num_tokens + model.config.vocab_size)))
+    if model.head_group is None:
+        # the loss makes the gradients of hidden states and of the head's weight in its forward
+        rows.append(Saved(HEAD, "fp32", 4 * hidden * (num_tokens + model.config.vocab_size)))
+    else:  # its input, targets and normalizers: the logits are made again
+        rows += [Saved(HEAD_INPUT, hp, num_tokens * hidden * size), Saved(IDS, "int64", 8 * num_tokens)]
+        rows.append(Saved(HEAD_INPUT, "fp32", 4 * num_tokens))
     return merge(rows)
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from octavo.distributed.one_shot import OneShot, one_shot_of
-from octavo.distributed.tensor_group import Parts, TensorGroup
+from octavo.distributed.tensor_group import PartialRows, TensorGroup
 from octavo.numerics.scaling import Scaling
 from octavo.ops.norm.norm_quantize import norm_quantize
 from octavo.ops.one_shot import reference
@@ -33,7 +33,7 @@ def check_norm(group: TensorGroup, pieces: list[torch.Tensor], *, is_sum: bool) 
     whole = reference.add(pieces) if is_sum else reference.gather(pieces)
     residual, weight = whole.roll(1, 0) * 0.5, whole[0].abs() + 0.5
     want = norm_quantize(whole, weight, residual=residual, scaling=SCALING, eps=1e-6, kind="rms_norm")
-    parts = Parts(pieces[group.rank], group, is_sum)
+    parts = PartialRows(pieces[group.rank], group, is_sum)
     made = parts.norm_quantize(weight, None, residual, 1e-6, "rms_norm", False, SCALING)
     if whole.shape[1] > 8192:
         assert made is None, "such rows are longer than a program's region"

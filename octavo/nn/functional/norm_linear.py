@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from octavo.distributed.tensor_group import Parts, whole
+from octavo.distributed.tensor_group import PartialRows, whole
 from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.functional.linear import (
     check_backward,
@@ -34,7 +34,7 @@ Norm = RMSNorm | LayerNorm
 
 
 def norm_linear(
-    x: torch.Tensor, residual: torch.Tensor | Parts | None, norm: Norm, linear: Linear, *, fused: bool
+    x: torch.Tensor, residual: torch.Tensor | PartialRows | None, norm: Norm, linear: Linear, *, fused: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """linear(norm(x + residual)), and the sum.
 
@@ -110,7 +110,7 @@ def can_infer(recipe: Recipe, norm: Norm | None, *linears: Linear) -> bool:
 
 def norm_input(
     x: torch.Tensor,
-    residual: torch.Tensor | Parts | None,
+    residual: torch.Tensor | PartialRows | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     rule: NormRule,
@@ -132,7 +132,7 @@ def norm_input(
     recipe = plan.recipe
     assert recipe.input is not None, f"recipe {recipe.name!r} quantizes no input"
     known = plan.known(DelayedState.INPUT, observe=training and plan.stages)
-    if isinstance(residual, Parts):
+    if isinstance(residual, PartialRows):
         assert not (training or columns), "parts are without gradients"
         made = None if known else residual.norm_quantize(weight, bias, x, *rule, recipe.input)
         if made is not None and made.summed is not None:

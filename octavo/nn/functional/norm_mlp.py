@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from octavo.distributed.tensor_group import Parts, whole
+from octavo.distributed.tensor_group import PartialRows, whole
 from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.functional.linear import (
     check_backward,
@@ -39,14 +39,14 @@ from octavo.ops.quantize import quantize_columns
 
 def norm_mlp(
     x: torch.Tensor,
-    residual: torch.Tensor | Parts | None,
+    residual: torch.Tensor | PartialRows | None,
     norm: Norm | None,
     fc1: Linear,
     fc2: Linear,
     kind: str,
     *,
     fused: bool,
-) -> tuple[torch.Tensor | Parts, torch.Tensor]:
+) -> tuple[torch.Tensor | PartialRows, torch.Tensor]:
     """fc2(activation(fc1(norm(x + residual)))), or this rank's part of it, and the sum.
 
     Args:
@@ -79,13 +79,13 @@ def norm_mlp(
 
 def _infer(
     x: torch.Tensor,
-    residual: torch.Tensor | Parts | None,
+    residual: torch.Tensor | PartialRows | None,
     norm: Norm | None,
     fc1: Linear,
     fc2: Linear,
     kind: str,
     recipe: Recipe,
-) -> tuple[torch.Tensor | Parts, torch.Tensor]:
+) -> tuple[torch.Tensor | PartialRows, torch.Tensor]:
     """norm_mlp without gradients: four launches, or five."""
     plans = fc1.begin(recipe), fc2.begin(recipe)
     if norm is not None:
@@ -100,7 +100,7 @@ def _infer(
 
 def infer_mlp(
     rows: QuantizedTensor, fc1: Linear, fc2: Linear, kind: str, plans: tuple[LinearPlan, LinearPlan], dtype: torch.dtype
-) -> torch.Tensor | Parts:
+) -> torch.Tensor | PartialRows:
     """The block without gradients of codes [T, K], where can_infer allows -> [T, K], or this rank's part of it."""
     scaling = plans[0].recipe.input
     assert scaling is not None, "can_infer wants an output GEMM in FP8"

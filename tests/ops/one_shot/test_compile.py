@@ -46,7 +46,7 @@ def test_packets_compile(world: int) -> None:
 def test_the_norm_of_parts_compiles(tokens: int, is_sum: bool) -> None:
     part = torch.zeros(tokens, 4096 if is_sum else 2048, dtype=torch.bfloat16)
     weight, residual = torch.ones(4096, dtype=torch.bfloat16), torch.zeros(tokens, 4096, dtype=torch.bfloat16)
-    exchange = norms.Exchange((*SHARED, SHARED[0]), 1, 2, is_sum)
+    exchange = norms.RankExchange((*SHARED, SHARED[0]), 1, 2, is_sum)
     scaling = Scaling.of_kind("block_1x128")
 
     def call() -> None:

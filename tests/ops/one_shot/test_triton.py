@@ -143,7 +143,7 @@ def test_norm_of_parts(shape: tuple[int, int], dtype: torch.dtype, rank: int, is
     else:
         place.receive(messages[1 - rank], rows * block_k)
     shared = place.staging, place.flag_places, place.counters, place.packet_places
-    exchange = norms.Exchange(shared, rank, WORLD, is_sum)
+    exchange = norms.RankExchange(shared, rank, WORLD, is_sum)
     scaling = Scaling.of_kind(kind)
     assert norms.can_exchange(parts[rank], shape[1], scaling)
     arguments = weight, None, residual, 1e-6, "rms_norm", False, scaling

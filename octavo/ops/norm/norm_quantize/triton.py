@@ -72,7 +72,7 @@ def norm_quantize(
     return (rows.qdata, rows.scale, *pairs[0], summed, *pairs[1], mean, rstd)
 
 
-class Exchange(NamedTuple):
+class RankExchange(NamedTuple):
     """How the ranks of a tensor-parallel group put x together: see octavo.ops.one_shot.triton.
 
     Attributes:
@@ -98,7 +98,7 @@ def can_exchange(part: torch.Tensor, K: int, scaling: Scaling) -> bool:
 
 def exchange_norm_quantize(
     part: torch.Tensor,
-    exchange: Exchange,
+    exchange: RankExchange,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor,
@@ -125,7 +125,7 @@ def exchange_norm_quantize(
 class _Call:
     """One call's operands and outputs, and the launches that turn the ones into the others."""
 
-    def __init__(self, norm: NormLaunch, options: dict[str, bool], exchange: Exchange | None = None) -> None:
+    def __init__(self, norm: NormLaunch, options: dict[str, bool], exchange: RankExchange | None = None) -> None:
         self.norm, self.options, self.exchange = norm, options, exchange
         self.x, self.T, self.K = norm.sources[0], norm.sources[0].shape[0], norm.sources[2].numel()
 

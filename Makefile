@@ -17,7 +17,7 @@ DEV := $(VENV)/.installed-dev
 DEMO := $(VENV)/.installed-demo
 DOCS := $(VENV)/.installed-docs
 
-.PHONY: help demo setup test test-slow test-nightly test-gpu coverage mutants lint format types layers docs bench size convergence rl-learning
+.PHONY: help demo setup test test-slow test-nightly test-largest test-gpu coverage mutants lint format types layers docs bench size convergence rl-learning
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,10 +43,13 @@ test: $(DEV)  ## the fast tests (ARGS="tests/ops -k quantize")
 	$(PYTEST) $(WORKERS) $(ARGS)
 
 test-slow: $(DEV)  ## the slow tests
-	$(PYTEST) $(WORKERS) -m 'slow and not gpu and not nightly' --timeout 1800 $(ARGS)
+	$(PYTEST) $(WORKERS) -m 'slow and not gpu and not nightly and not largest' --timeout 1800 $(ARGS)
 
-test-nightly: $(DEV)  ## the longest tests (faults, attackers, largest variants), recorded in bench/records/nightly.json
+test-nightly: $(DEV)  ## the long matrices of faults and attackers, recorded in bench/records/nightly.json
 	$(PYTEST) $(WORKERS) -p tests.nightly -m nightly --timeout 1800 $(ARGS)
+
+test-largest: $(DEV)  ## the largest variants of other tests: four ranks, long batches, toys of whole benchmarks
+	$(PYTEST) $(WORKERS) -m largest --timeout 1800 $(ARGS)
 
 test-gpu: $(DEV)  ## the tests that need a GPU; another machine's torch may warn, so warnings are no errors
 	$(PYTEST) -m gpu -W default $(ARGS)

@@ -13,8 +13,8 @@ RECORDS = Path(__file__).parents[1] / "bench" / "records"
 WHAT = (
     "make test-nightly: a rank of two is killed at each place of a step, in training and in reinforcement learning; "
     "torchrun starts both again, and the run must end with the bits of one that nothing disturbed. 2 gloo ranks. And "
-    "honest clients beside attackers of a server: what they wait stays within the limits; replicas that are killed "
-    "under load; and the largest variants of other tests: four ranks, long batches, toys of whole benchmarks."
+    "honest clients beside attackers of a server: what they wait stays within the limits; and replicas that are "
+    "killed under load."
 )
 
 

@@ -198,7 +198,7 @@ def test_masks_and_last_lines(corpus: Corpus) -> None:
     assert {tuple(e.answer) for e in train}.isdisjoint(tuple(e.answer) for e in held_out)
 
 
-@pytest.mark.nightly
+@pytest.mark.largest
 def test_the_command_runs_the_variants_as_processes(tmp_path: Path) -> None:
     command = ["--size", "toy", "--device", "cpu", "--corpus-mb", "1", "--tokens-per-step", "64", "--jobs", "2"]
     command += ["--variants", "nvfp4+last1,nvfp4+last1-to-bf16"]

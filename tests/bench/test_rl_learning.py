@@ -50,7 +50,7 @@ def test_the_record_has_both_variants_and_their_gap() -> None:
     assert rows["bf16, seed 2", "max |delta logprob|"]["value"] == 0.02
 
 
-@pytest.mark.nightly
+@pytest.mark.largest
 def test_a_toy_of_both_variants_writes_no_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--quick", "--processes", "1", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out

@@ -228,7 +228,7 @@ def test_toys_run_on_a_gpu(name: str, tmp_path: Path) -> None:
     assert rows(tmp_path)
 
 
-@pytest.mark.nightly
+@pytest.mark.largest
 def test_every_workload_runs_as_a_toy(tmp_path: Path) -> None:
     assert run_benchmark("serve", options(tmp_path))
     metrics = {metric for _, metric in rows(tmp_path)}

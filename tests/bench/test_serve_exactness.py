@@ -165,7 +165,7 @@ def test_it_gives_up_in_time_and_has_a_name() -> None:
     assert check_names(("online", EXACTNESS, "attention")) == ("attention", EXACTNESS, "online")
 
 
-@pytest.mark.nightly
+@pytest.mark.largest
 def test_every_toy_is_exact(tmp_path: Path) -> None:
     assert run_benchmark("serve", options(tmp_path, workloads=(EXACTNESS,)))
     deltas = {case: value for (case, metric), value in rows(tmp_path).items() if metric == "max |delta logprob|"}

@@ -23,7 +23,7 @@ def bench(_: int, world: int) -> dict[str, Any]:
     return record
 
 
-@pytest.mark.nightly
+@pytest.mark.largest
 def test_every_part_has_its_rows() -> None:
     record = run_group(bench, 2)[0]
     rows = {(row["case"].rpartition(": ")[2], row["metric"]): row for row in record["rows"]}

@@ -13,7 +13,7 @@ CASES = (
 )
 
 
-@pytest.mark.nightly
+@pytest.mark.largest
 @pytest.mark.parametrize(("program", "arguments", "name", "metric"), CASES, ids=["trees", "tree_loops"])
 def test_a_tree_beside_itself(program, arguments, name, metric, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     common = ["--device", "cpu", "--name", "abc", "--commit", "def", "--out", str(tmp_path)]

@@ -9,7 +9,7 @@ import torch
 from bench.training import vision
 
 
-@pytest.mark.nightly
+@pytest.mark.largest
 def test_the_command_writes_a_line_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     variants = "bf16,delayed,blockwise"
     command = ["--quick", "--device=cpu", "--seeds=1", "--jobs=1", f"--variants={variants}", f"--out={tmp_path}"]

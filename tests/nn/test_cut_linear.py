@@ -142,7 +142,7 @@ def refusal(make: Any) -> str:
     return "not refused"
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.largest)])
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_group(job, request.param)
 

@@ -263,7 +263,7 @@ def job(rank: int) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.largest)])
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(job, request.param)
 

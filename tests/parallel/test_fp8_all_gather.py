@@ -253,7 +253,7 @@ def test_training_has_the_bits_of_one_process(ranks: list[dict[str, Any]]) -> No
         check_one(found["one"]["blockwise"], CODED["blockwise"])
 
 
-@pytest.mark.nightly
+@pytest.mark.largest
 @pytest.mark.parametrize("recipe", CODED)
 def test_so_it_has_on_four_ranks_and_with_replicas(
     recipe: str, two: list[dict[str, Any]], four: list[dict[str, Any]]
@@ -300,7 +300,7 @@ def test_each_recipe_has_the_bits_of_a_gather_in_bf16(recipe: str, kind: str, tw
         assert found["bf16"][recipe]["casts of micro-batches"] == [2] * 24
 
 
-@pytest.mark.nightly
+@pytest.mark.largest
 def test_micro_batches_without_a_reduction(two: list[dict[str, Any]], four: list[dict[str, Any]]) -> None:
     for found in (*two, *four):
         assert found["accumulation"] == [True] * 3

@@ -161,7 +161,7 @@ def of_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.largest)])
 def ranks(request: pytest.FixtureRequest, of_one: Path) -> list[dict[str, Any]]:
     return run_ranks(job, request.param, of_one)
 

@@ -186,7 +186,7 @@ REFUSALS = (
 )
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.largest)])
 def inferred(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_group(inference_job, request.param)
 

@@ -115,7 +115,7 @@ def test_scales_shared_between_tokens_are_not_exact() -> None:
     ("family", "recipe", "batch"),
     # every family with every recipe at 16; any two of family, recipe and batch meet at the small ones
     [
-        *(pytest.param(f, r, 16, marks=pytest.mark.nightly) for f in FAMILIES for r in RECIPES),
+        *(pytest.param(f, r, 16, marks=pytest.mark.largest) for f in FAMILIES for r in RECIPES),
         *(
             pytest.param(f, RECIPES[(i + j) % 2], b, marks=pytest.mark.slow)
             for i, f in enumerate(FAMILIES)

@@ -200,7 +200,7 @@ def test_toys_run_on_a_gpu(name: str, tmp_path: Path) -> None:
     assert rows(tmp_path, "rl")
 
 
-@pytest.mark.slow
+@pytest.mark.largest
 def test_every_workload_runs_as_a_toy(tmp_path: Path) -> None:
     assert run_benchmark("rl", options(tmp_path))
     values = rows(tmp_path, "rl")

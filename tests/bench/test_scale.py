@@ -35,7 +35,7 @@ def _fail_on(rank: int, failing: int) -> None:
     assert rank != failing, "a promise"
 
 
-@pytest.mark.slow
+@pytest.mark.largest
 def test_every_part_has_its_rows() -> None:
     first, second = run_group(bench, 2)
     rows = {(row["case"].rpartition(": ")[2], row["metric"]): row for row in first["rows"]}

@@ -288,7 +288,7 @@ def test_evaluations_beside_training_have_the_bits_of_a_gather_in_bf16(ranks: li
         assert found["evaluations"] and all(found["evaluations"])
 
 
-@pytest.mark.slow
+@pytest.mark.largest
 @pytest.mark.parametrize("kind", ["eager", "recomputed", "compiled", "inductor"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_recipe_has_the_bits_of_a_gather_in_bf16(recipe: str, kind: str, two: list[dict[str, Any]]) -> None:
@@ -306,7 +306,7 @@ def test_micro_batches_without_a_reduction(two: list[dict[str, Any]], four: list
         assert found["accumulation"] == [True] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.largest
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_layers_hold_nothing_whole(recipe: str, two: list[dict[str, Any]]) -> None:
     """Between forward and backward what the graph saved has no memory, and the parameter never has any."""

@@ -235,7 +235,7 @@ def error_of(rank: int, folder: Path, num_ranks: int, name: str) -> str:
     return str(error.value)
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=SLOW)])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.largest)])
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[dict[str, Any]]]:

@@ -80,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ranks")
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.largest)])
 def ranks(request: pytest.FixtureRequest, corpus: Path, folder: Path) -> tuple[Path, list[dict[str, Any]]]:
     own = folder / f"of-{request.param}"
     own.mkdir()

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class OneShot:
-    """Staging memory, flags and counters of a rank; calls are made in the same order on all ranks, on one stream.
+    """Staging memory, packets, flags and counters of a rank; all ranks make their calls in one order, on one stream.
 
     A rank that dies leaves the others waiting in a kernel until their processes are ended.
 
@@ -94,7 +94,9 @@ class OneShot:
         """ops.norm.norm_quantize of what the ranks' parts make, codes along rows alone; None for what does not fit."""
         from octavo.ops.norm.norm_quantize import triton
 
-        if part.nbytes > self.max_bytes or not triton.can_exchange(part, weight.numel(), scaling):
+        if part.dtype != residual.dtype or part.nbytes > self.max_bytes:
+            return None
+        if not triton.can_exchange(part, weight.numel(), scaling):
             return None
         shared = self._staging, self._flags, self._counters, self._packets
         exchange = triton.RankExchange(shared, self.rank, self.world, is_sum)

@@ -178,7 +178,10 @@ class Decoder(FusedLayer):
         return list(self.layers)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits for sampling: [T, hidden_size] -> [T, vocab_size] fp32. Training goes through nn.token_logprobs."""
+        """Logits for sampling: [T, hidden_size] -> [T, vocab_size] fp32. Training goes through nn.token_logprobs.
+
+        Of a head that is cut among ranks they have no gradient.
+        """
         weight, bias = self.head_weight, self.head_bias
         own = hp_mm(hidden, weight, bias=bias, out_dtype=torch.float32, exact=self.numerics.exact)
         return own if self.head_group is None else self.head_group.gather(own)
@@ -197,7 +200,10 @@ class Decoder(FusedLayer):
 
     @property
     def head_bias(self) -> torch.Tensor | None:
-        """[vocab_size], added to the logits: lm_head's bias (GPT-J) and mask_padded_ids' mask; None for neither."""
+        """[vocab_size], added to the logits: lm_head's bias (GPT-J) and mask_padded_ids' mask; None for neither.
+
+        Under a head_group this rank's rows of it.
+        """
         bias, mask = None if self.lm_head is None else self.lm_head.bias, self.logit_mask
         if mask is not None and self.head_group is not None:
             mask = mask.chunk(self.head_group.size)[self.head_group.rank]

@@ -40,7 +40,7 @@ def token_logprobs(
             None for 1024 where exact, else for what fits 512 MiB.
         head_bias: [V] or None, added to the logits in fp32.
         tensor_group: ranks that hold the head's rows, each V / size of them in head_weight and head_bias; they gather
-            the logits, so that logprobs have the bits of one rank. None: all rows are here.
+            the logits, so that exact logprobs have the bits of one rank. None: all rows are here.
     Returns:
         (logprobs [T] fp32, differentiable in hidden, head_weight and head_bias; entropy [T] fp32, detached, or None).
     Raises:

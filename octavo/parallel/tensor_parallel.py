@@ -56,7 +56,8 @@ def parallelize(model: Decoder, mesh: "Mesh | TensorGroup", *, mode: TensorMode 
 
     Args:
         model: a Decoder with the same values on all ranks, trainable or of FP8 codes alone; before shard, and before
-            the optimizer is made. It is changed in place.
+            the optimizer is made. It is changed in place. Hooks on its modules must be on all ranks alike: they decide
+            which messages are sent.
         mesh: of this job, with a dimension "tp"; or the ranks themselves.
         mode: "gather": each sum over in_features is made on one rank, so that hidden states, logprobs and samples have
             the bits of one GPU (bf16, rowwise, blockwise); its gradients have not, but are equal from run to run.
@@ -131,9 +132,9 @@ def _plans(
 
 
 def _is_head_cut(head: Linear, group: TensorGroup) -> bool:
-    """Not where ranks do not divide the vocabulary, or would cut the elements of a bias that share a moment's scale."""
+    """Not where ranks do not divide the vocabulary, or would cut elements that share an 8-bit moment's scale."""
     own, rest = divmod(head.out_features, group.size)
-    return not rest and (head.bias is None or own % BLOCK == 0)
+    return not rest and own * head.in_features % BLOCK == 0 and (head.bias is None or own % BLOCK == 0)
 
 
 def _own(num: int, group: TensorGroup, what: str, start: int = 0) -> slice:

@@ -16,6 +16,7 @@ from octavo.models import Decoder
 from octavo.models.config import ModelConfig
 from octavo.models.tokenizer import load_tokenizer
 from octavo.nn import Linear, RowLinear
+from octavo.nn.logprob import EXACT_CHUNK_SIZE
 from octavo.ops.logprob.chunks import chunk_len
 from octavo.run.build import build_model_config, find_device
 from octavo.run.sections import OptimizerSection
@@ -231,8 +232,12 @@ def _transients(
     part = chunk_len(chunk, architecture.vocab_size, 8)
     logits = architecture.vocab_size * (chunk * size + part * 4)
     if model.head_group is not None:  # a rank's own, all that it receives, and these in order
-        wide = 2 * architecture.vocab_size + architecture.vocab_size // model.head_group.size
-        logits = 4 * wide * chunk_len(num_tokens, 3 * architecture.vocab_size, 4)
+        own = architecture.vocab_size // model.head_group.size
+        chunk = chunk_len(num_tokens, 3 * architecture.vocab_size, 4)
+        if model.numerics.exact:
+            chunk = min(num_tokens, EXACT_CHUNK_SIZE)
+        backward = num_tokens * (chunk_len(own, num_tokens, 4 + size) * (4 + size) + 4 * architecture.hidden_size)
+        logits = max(4 * chunk * (2 * architecture.vocab_size + own), backward)
     if device.type != "cuda":
         logits += 4 * architecture.vocab_size * architecture.hidden_size
     # gradients of the MLP's two inner tensors and of three of the layer's width, and their codes in both directions

@@ -92,8 +92,9 @@ def can_exchange(part: torch.Tensor, K: int, scaling: Scaling) -> bool:
     """Whether exchange_norm_quantize takes this rank's part of [T, K]."""
     if part.dim() != 2 or not part.shape[0] or K > LONGEST_ROW or scaling.kind not in ROW_LOCAL_KINDS:
         return False
-    rows, block_k, _ = row_tile(K)
-    return rows * block_k * part.itemsize <= REGION_BYTES and triton.cdiv(part.shape[0], rows) <= MOST
+    rows, block_k, num_warps = row_tile(K)
+    most = MOST if num_warps * EXCHANGE_WARPS <= 8 else MOST // 2  # programs, all of which must run at once
+    return rows * block_k * part.itemsize <= REGION_BYTES and triton.cdiv(part.shape[0], rows) <= most
 
 
 def exchange_norm_quantize(

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from octavo.distributed.symmetric import Shared, obstacle_to_sharing, share
-from octavo.numerics.scaling import Scaling
-from octavo.ops.norm.norm_quantize import NormQuantized
+from octavo.ops.one_shot import Places
 
 # What a rank sends at most; above it NCCL's bandwidth counts for more than the one kernel's latency.
 MAX_SENT_BYTES = 256 << 10
@@ -35,38 +34,35 @@ class OneShot:
         from octavo.ops.one_shot import triton
 
         self._kernels, self._shared = triton, shared  # which keeps the memory
-        self.rank, self.world = shared.rank, len(shared.buffers)
-        own = shared.buffers[shared.rank]
+        world, own = len(shared.buffers), shared.buffers[shared.rank]
         own.zero_()
-        staging = [buffer.data_ptr() for buffer in shared.buffers]
-        self._staging = torch.tensor(staging, dtype=torch.int64, device=own.device)
-        self._flags = self._staging + staging_bytes(self.world)
-        self._packets = self._flags + flag_bytes(self.world)
-        self._counters = torch.zeros(triton.MOST, dtype=torch.int32, device=own.device)
+        addresses = [buffer.data_ptr() for buffer in shared.buffers]
+        staging = torch.tensor(addresses, dtype=torch.int64, device=own.device)
+        flags = staging + staging_bytes(world)
+        counters = torch.zeros(triton.MOST, dtype=torch.int32, device=own.device)
+        self.places = Places(staging, flags, flags + flag_bytes(world), counters, shared.rank, world)
         torch.cuda.synchronize(own.device)
         shared.barrier()  # zeros everywhere before a rank sets a flag
         torch.cuda.synchronize(own.device)
-        sent = MAX_SENT_BYTES_OF_TWO if self.world == 2 else MAX_SENT_BYTES // (self.world - 1)
+        sent = MAX_SENT_BYTES_OF_TWO if world == 2 else MAX_SENT_BYTES // (world - 1)
         self.max_bytes = min(sent, triton.MOST * triton.REGION_BYTES)
 
     def gather_columns(self, piece: torch.Tensor) -> torch.Tensor | None:
         """Every rank's columns [T, n] contiguous, by rank: [T, ranks * n]; None for what does not fit."""
         if piece.nbytes > self.max_bytes or piece.shape[1] * piece.itemsize % 4:
             return None
-        out = piece.new_empty(piece.shape[0], self.world * piece.shape[1])
-        words, result = piece.view(torch.int32), out.view(torch.int32)
-        self._launch(words, result, None, None)
+        out = piece.new_empty(piece.shape[0], self.places.world * piece.shape[1])
+        self._kernels.gather(piece.view(torch.int32), out.view(torch.int32), None, None, self.places)
         return out
 
     def gather_codes(self, codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Columns of codes [T, n] uint8 and of scales, stored as [n / 128, T] fp32; None for what does not fit."""
         if codes.nbytes + scales.nbytes > self.max_bytes:
             return None
-        out = codes.new_empty(codes.shape[0], self.world * codes.shape[1])
-        out_scales = scales.new_empty(self.world * scales.shape[0], scales.shape[1])
-        self._launch(
-            codes.view(torch.int32), out.view(torch.int32), scales.view(torch.int32), out_scales.view(torch.int32)
-        )
+        out = codes.new_empty(codes.shape[0], self.places.world * codes.shape[1])
+        out_scales = scales.new_empty(self.places.world * scales.shape[0], scales.shape[1])
+        x, joined, rest, joined_rest = (each.view(torch.int32) for each in (codes, out, scales, out_scales))
+        self._kernels.gather(x, joined, rest, joined_rest, self.places)
         return out, out_scales
 
     def add(self, part: torch.Tensor) -> torch.Tensor | None:
@@ -75,46 +71,8 @@ class OneShot:
             return None
         part = part.contiguous()
         out = torch.empty_like(part)
-        arguments = out, part, self._staging, self._flags, self._counters, self.rank, part.numel()
-        self._kernels.launch(self._kernels.add_parts, part.numel(), self.world, part, *arguments)
+        self._kernels.add(part, out, self.places)
         return out
-
-    def norm_quantize(
-        self,
-        part: torch.Tensor,
-        is_sum: bool,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor,
-        eps: float,
-        kind: str,
-        zero_centered_gamma: bool,
-        scaling: Scaling,
-    ) -> NormQuantized | None:
-        """ops.norm.norm_quantize of what the ranks' parts make, codes along rows alone; None for what does not fit."""
-        from octavo.ops.norm.norm_quantize import triton
-
-        if part.dtype != residual.dtype or part.nbytes > self.max_bytes:
-            return None
-        if not triton.can_exchange(part, weight.numel(), scaling):
-            return None
-        shared = self._staging, self._flags, self._counters, self._packets
-        exchange = triton.RankExchange(shared, self.rank, self.world, is_sum)
-        arguments = weight, bias, residual, eps, kind, zero_centered_gamma, scaling
-        rows, summed, mean, rstd = triton.exchange_norm_quantize(part.contiguous(), exchange, *arguments)
-        return NormQuantized(rows, None, summed, None, mean if kind == "layer_norm" else None, rstd)
-
-    def _launch(
-        self, x: torch.Tensor, out: torch.Tensor, rest: torch.Tensor | None, out_rest: torch.Tensor | None
-    ) -> None:
-        num_words = x.numel() + (0 if rest is None else rest.numel())
-        sizes = self.rank, x.numel(), x.shape[1], num_words - x.numel()
-        if self._kernels.fits_packets(num_words):
-            kernel, places = self._kernels.gather_packets, [self._packets]
-        else:
-            kernel, places = self._kernels.gather_columns, [self._staging, self._flags]
-        arguments = out, out_rest, x, rest, *places, self._counters, *sizes
-        self._kernels.launch(kernel, num_words, self.world, x, *arguments)
 
 
 def staging_bytes(world: int) -> int:

@@ -16,9 +16,7 @@ from octavo.distributed.collectives import all_gather_into, reduce_scatter_into
 from octavo.distributed.one_shot import OneShot, one_shot_of
 from octavo.distributed.outcome import together
 from octavo.numerics.quantized import QuantizedTensor
-from octavo.numerics.scaling import Scaling
-from octavo.ops.norm import NormKind
-from octavo.ops.norm.norm_quantize import NormQuantized
+from octavo.ops.one_shot import Places
 
 T = TypeVar("T", torch.Tensor, torch.Tensor | None)
 
@@ -149,21 +147,10 @@ class PartialRows:
         """[T, K], the same on all ranks; without gradients."""
         return self.tensor_group.sum(self.own) if self.is_sum else self.tensor_group.gather(self.own)
 
-    def norm_quantize(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor,
-        eps: float,
-        kind: NormKind,
-        zero_centered_gamma: bool,
-        scaling: Scaling,
-    ) -> NormQuantized | None:
-        """ops.norm.norm_quantize of whole() and a residual, in one launch; None where it takes another for whole()."""
-        if (one_shot := self.tensor_group._one_shot(self.own)) is None:
-            return None
-        arguments = weight, bias, residual, eps, kind, zero_centered_gamma, scaling
-        return one_shot.norm_quantize(self.own, self.is_sum, *arguments)
+    def places(self) -> Places | None:
+        """Where the ranks' parts can meet in one kernel; None where whole() takes the process group."""
+        one_shot = self.tensor_group._one_shot(self.own)
+        return None if one_shot is None or self.own.nbytes > one_shot.max_bytes else one_shot.places
 
 
 def whole(x: T | PartialRows) -> T | torch.Tensor:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from octavo.distributed.one_shot import OneShot, one_shot_of
 from octavo.distributed.tensor_group import PartialRows, TensorGroup
 from octavo.numerics.scaling import Scaling
-from octavo.ops.norm.norm_quantize import norm_quantize
+from octavo.ops.norm.norm_quantize import exchange_norm_quantize, norm_quantize
 from octavo.ops.one_shot import reference
 from octavo.ops.quantize import quantize
 from octavo.testing.assertions import assert_bitwise
@@ -34,7 +34,11 @@ def check_norm(group: TensorGroup, pieces: list[torch.Tensor], *, is_sum: bool) 
     residual, weight = whole.roll(1, 0) * 0.5, whole[0].abs() + 0.5
     want = norm_quantize(whole, weight, residual=residual, scaling=SCALING, eps=1e-6, kind="rms_norm")
     parts = PartialRows(pieces[group.rank], group, is_sum)
-    made = parts.norm_quantize(weight, None, residual, 1e-6, "rms_norm", False, SCALING)
+    places = parts.places()
+    assert places is not None
+    made = exchange_norm_quantize(
+        parts.own, places, is_sum, weight, eps=1e-6, kind="rms_norm", residual=residual, scaling=SCALING
+    )
     if whole.shape[1] > 8192:
         assert made is None, "such rows are longer than a program's region"
         return

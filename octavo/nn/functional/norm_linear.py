@@ -28,7 +28,7 @@ from octavo.nn.weights.plan import LinearPlan
 from octavo.nn.weights.source import WeightSource
 from octavo.numerics.recipe import GEMMS, Recipe
 from octavo.ops.norm import NormKind, has_exact_kernel
-from octavo.ops.norm.norm_quantize import NormQuantized, norm_backward, norm_quantize
+from octavo.ops.norm.norm_quantize import NormQuantized, exchange_norm_quantize, norm_backward, norm_quantize
 
 Norm = RMSNorm | LayerNorm
 
@@ -134,19 +134,28 @@ def norm_input(
     known = plan.known(DelayedState.INPUT, observe=training and plan.stages)
     if isinstance(residual, PartialRows):
         assert not (training or columns), "parts are without gradients"
-        made = None if known else residual.norm_quantize(weight, bias, x, *rule, recipe.input)
-        if made is not None and made.summed is not None:
-            return made, made.summed
+        places = None if known else residual.places()
+        if places is not None:
+            made = exchange_norm_quantize(
+                residual.own,
+                places,
+                residual.is_sum,
+                weight,
+                bias=bias,
+                residual=x,
+                scaling=recipe.input,
+                **rule._asdict(),
+            )
+            if made is not None and made.summed is not None:
+                return made, made.summed
         residual = residual.whole()
     normed = norm_quantize(
         x,
         weight,
         bias=bias,
-        eps=rule.eps,
-        kind=rule.kind,
-        zero_centered_gamma=rule.zero_centered_gamma,
         residual=residual,
         scaling=recipe.input,
+        **rule._asdict(),
         column_scaling=recipe.wgrad_input if columns else None,
         store_scaling=recipe.saved_activations if training else None,
         **known,

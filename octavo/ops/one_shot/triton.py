@@ -11,13 +11,12 @@ that there is no flag to wait for after the data (packets: [2, G, FEW, PACKETS] 
 whatever lies there must be a packet).
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
+from octavo.ops.one_shot import Places
 from octavo.ops.quantize.triton.casts import round_to
 
 MIN_BLOCK = 1024  # elements: 2 to 4 KiB, which a program moves in a few hundred nanoseconds
@@ -87,53 +86,37 @@ def _halves(words):
 
 
 @triton.jit
-def gather_packets(out, out_rest, x, rest, packets, counters, rank, N, W, S, G: tl.constexpr, BLOCK: tl.constexpr):
-    """As gather_columns, of int32."""
+def gather_columns(
+    out, out_rest, x, rest, staging, flags, packets, counters, rank, N, W, S, G: tl.constexpr, BLOCK: tl.constexpr,
+    BY_PACKETS: tl.constexpr,
+):  # fmt: skip
+    """out [N / W, G * W] of every rank's x [N / W, W], and out_rest [G, S] of their rest [S]; int32."""
     program = tl.program_id(0)
     count = tl.load(counters + program) + 1
     turn = count & 1
     offsets = tl.arange(0, BLOCK)
     index = program * BLOCK + offsets
     is_row = index < N
-    is_rest = (index >= N) & (index < N + S)
+    is_in = index < N + S
     words = tl.load(x + index, mask=is_row, other=0)
     if rest is not None:
-        words = tl.where(is_row, words, tl.load(rest + (index - N), mask=is_rest, other=0))
-    _send_packets(packets, words, turn, rank, program, offsets, index < N + S, count, G)
+        words = tl.where(is_row, words, tl.load(rest + (index - N), mask=is_in & (index >= N), other=0))
+    if BY_PACKETS:
+        _send_packets(packets, words, turn, rank, program, offsets, is_in, count, G)
+    else:
+        _send(staging, words, turn, rank, program, offsets, is_in, G)
+        _meet(flags, rank, program, count, G)
+    own = tl.load(staging + rank).to(tl.pointer_type(words.dtype))
     row, column = index // W, index % W
     for peer in tl.static_range(G):
-        found = _receive_packets(packets, turn, rank, peer, program, offsets, index < N + S, count, G)
+        if BY_PACKETS:
+            found = _receive_packets(packets, turn, rank, peer, program, offsets, is_in, count, G)
+        else:
+            place = _region(turn, peer, program, G, 32) + offsets
+            found = tl.load(own + place, mask=is_in, other=0, cache_modifier=".cg")
         tl.store(out + row * (G * W) + peer * W + column, found, mask=is_row)
         if rest is not None:
-            tl.store(out_rest + peer * S + (index - N), found, mask=is_rest)
-    tl.store(counters + program, count)
-
-
-@triton.jit
-def gather_columns(
-    out, out_rest, x, rest, staging, flags, counters, rank, N, W, S, G: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """out [N / W, G * W] of every rank's x [N / W, W], and out_rest [G, S] of their rest [S]; of 4 or 2 bytes."""
-    program = tl.program_id(0)
-    count = tl.load(counters + program) + 1
-    turn = count & 1
-    offsets = tl.arange(0, BLOCK)
-    index = program * BLOCK + offsets
-    is_row = index < N
-    is_rest = (index >= N) & (index < N + S)
-    values = tl.load(x + index, mask=is_row, other=0)
-    if rest is not None:
-        values = tl.where(is_row, values, tl.load(rest + (index - N), mask=is_rest, other=0))
-    _send(staging, values, turn, rank, program, offsets, index < N + S, G)
-    _meet(flags, rank, program, count, G)
-    own = tl.load(staging + rank).to(tl.pointer_type(values.dtype))
-    row, column = index // W, index % W
-    for peer in tl.static_range(G):
-        place = _region(turn, peer, program, G, values.dtype.primitive_bitwidth)
-        found = tl.load(own + place + offsets, mask=index < N + S, other=0, cache_modifier=".cg")
-        tl.store(out + row * (G * W) + peer * W + column, found, mask=is_row)
-        if rest is not None:
-            tl.store(out_rest + peer * S + (index - N), found, mask=is_rest)
+            tl.store(out_rest + peer * S + (index - N), found, mask=is_in & (index >= N))
     tl.store(counters + program, count)
 
 
@@ -164,7 +147,7 @@ def exchange_few_rows(
     x, exchange, stride_xm, first_row, rows, cols, row_is_in, G: tl.constexpr, IS_SUM: tl.constexpr
 ):  # fmt: skip
     """exchange_rows of bf16 in packets, in fp32."""
-    _, _, counters, rank, width, packets = exchange
+    _, _, packets, counters, rank, width = exchange
     program = tl.program_id(0)
     count = tl.load(counters + program) + 1
     turn = count & 1
@@ -200,10 +183,10 @@ def exchange_rows(
 ):  # fmt: skip
     """A program's rows [ROWS, COLS] of what all ranks' x make, in x's dtype: their sum, or their columns by rank.
 
-    exchange: (staging, flags, counters, this rank, columns of its x, packets). rows and cols from 0, first_row
+    exchange: (staging, flags, packets, counters, this rank, columns of its x). rows and cols from 0, first_row
     before them.
     """
-    staging, flags, counters, rank, width, _ = exchange
+    staging, flags, _, counters, rank, width = exchange
     program = tl.program_id(0)
     count = tl.load(counters + program) + 1
     turn = count & 1
@@ -228,14 +211,28 @@ def exchange_rows(
     return made
 
 
-def launch(kernel: Any, num_elements: int, world: int, like: torch.Tensor, *arguments: Any) -> None:
-    """Launch a program for each block of a message."""
+def gather(
+    x: torch.Tensor, out: torch.Tensor, rest: torch.Tensor | None, out_rest: torch.Tensor | None, places: Places
+) -> None:
+    """Write out [T, ranks * W] of every rank's x [T, W], and out_rest of their rest [S]; int32, contiguous."""
+    num_rest = 0 if rest is None else rest.numel()
+    block, programs = _blocks(x.numel() + num_rest)
+    sizes = x.numel(), x.shape[1], num_rest
+    with on_device_of(x):
+        run = launcher_of(gather_columns, G=places.world, BLOCK=block, BY_PACKETS=programs <= FEW, num_warps=NUM_WARPS)
+        run((programs,), out, out_rest, x, rest, *places[:5], *sizes)
+
+
+def add(part: torch.Tensor, out: torch.Tensor, places: Places) -> None:
+    """Write the sum of every rank's part; contiguous."""
+    block, programs = _blocks(part.numel())
+    staging, flags, _, counters, rank, world = places
+    with on_device_of(part):
+        run = launcher_of(add_parts, G=world, BLOCK=block, num_warps=NUM_WARPS)
+        run((programs,), out, part, staging, flags, counters, rank, part.numel())
+
+
+def _blocks(num_elements: int) -> tuple[int, int]:
+    """(elements of a program, programs)."""
     block = max(MIN_BLOCK, triton.next_power_of_2(triton.cdiv(num_elements, MOST)))
-    with on_device_of(like):
-        run = launcher_of(kernel, G=world, BLOCK=block, num_warps=NUM_WARPS)
-        run((triton.cdiv(num_elements, block),), *arguments)
-
-
-def fits_packets(num_words: int) -> bool:
-    """Whether launch would start no more programs than send packets."""
-    return num_words <= FEW * MIN_BLOCK
+    return block, triton.cdiv(num_elements, block)

@@ -4,25 +4,31 @@ import pytest
 import torch
 
 from octavo.numerics import Scaling
-from octavo.ops.norm.norm_quantize import triton as norms
+from octavo.ops.norm.norm_quantize import exchange_norm_quantize
+from octavo.ops.one_shot import Places
 from octavo.ops.one_shot import triton as kernels
 from tests.ops.compiled import compiled, launched
 
 WORDS, PARTS = torch.zeros(4, 1024, dtype=torch.int32), torch.zeros(4, 1024, dtype=torch.bfloat16)
-SHARED = torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64), WORDS[0]
+REST = torch.zeros(32, dtype=torch.int32)
+
+
+def places(world: int) -> Places:
+    addresses = torch.zeros(8, dtype=torch.int64)
+    return Places(addresses, addresses, addresses, WORDS[0], 1, world)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("kind", ["gather", "gather with a rest", "add"])
-def test_a_kernel_compiles(kind: str, world: int) -> None:
+def test_a_kernel_compiles(kind: str, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "FEW", 0)
+
     def call() -> None:
         if kind == "add":
-            kernels.launch(kernels.add_parts, 4096, world, PARTS, PARTS, PARTS, *SHARED, 1, 4096)
+            kernels.add(PARTS, PARTS, places(world))
         else:
-            rest = WORDS[0] if kind == "gather with a rest" else None
-            kernels.launch(
-                kernels.gather_columns, 4096, world, WORDS, WORDS, rest, WORDS, rest, *SHARED, 1, 4096, 1024, 32
-            )
+            rest = REST if kind == "gather with a rest" else None
+            kernels.gather(WORDS, WORDS, rest, rest, places(world))
 
     (launch,) = launched(call)
     ptx = compiled(launch).ptx
@@ -32,11 +38,7 @@ def test_a_kernel_compiles(kind: str, world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_packets_compile(world: int) -> None:
-    def call() -> None:
-        arguments = WORDS, WORDS[0], WORDS, WORDS[0], SHARED[0], SHARED[2], 1, 4096, 1024, 32
-        kernels.launch(kernels.gather_packets, 4096, world, WORDS, *arguments)
-
-    (launch,) = launched(call)
+    (launch,) = launched(lambda: kernels.gather(WORDS, WORDS, REST, REST, places(world)))
     ptx = compiled(launch).ptx
     assert "atom" not in ptx and "st.global.wt" in ptx and "ld.volatile.global" in ptx
 
@@ -46,13 +48,8 @@ def test_packets_compile(world: int) -> None:
 def test_the_norm_of_parts_compiles(tokens: int, is_sum: bool) -> None:
     part = torch.zeros(tokens, 4096 if is_sum else 2048, dtype=torch.bfloat16)
     weight, residual = torch.ones(4096, dtype=torch.bfloat16), torch.zeros(tokens, 4096, dtype=torch.bfloat16)
-    exchange = norms.RankExchange((*SHARED, SHARED[0]), 1, 2, is_sum)
-    scaling = Scaling.of_kind("block_1x128")
-
-    def call() -> None:
-        norms.exchange_norm_quantize(part, exchange, weight, None, residual, 1e-6, "rms_norm", False, scaling)
-
-    (launch,) = launched(call)
+    rule = {"eps": 1e-6, "kind": "rms_norm", "residual": residual, "scaling": Scaling.of_kind("block_1x128")}
+    (launch,) = launched(lambda: exchange_norm_quantize(part, places(2), is_sum, weight, **rule))  # type: ignore[arg-type]
     ptx = compiled(launch).ptx
     assert ("ld.volatile.global" in ptx) == (tokens == 1) and ("atom" in ptx) == (tokens > 1)
     assert ("griddepcontrol.wait" in ptx) == (tokens == 1)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from octavo.numerics import Scaling
+from octavo.ops.norm.norm_quantize import exchange_norm_quantize
 from octavo.ops.norm.norm_quantize import triton as norms
-from octavo.ops.one_shot import reference
+from octavo.ops.one_shot import Places, reference
 from octavo.ops.one_shot import triton as kernels
 from octavo.testing import assert_bitwise
 from octavo.testing.interpreter import is_interpreting
@@ -29,7 +30,8 @@ class Place:
         packets = (WORLD, 2, WORLD, kernels.FEW, kernels.PACKETS)
         self.packets = torch.zeros(packets, dtype=torch.int64, device=DEVICE)
         addresses = [[part.data_ptr() for part in parts] for parts in (self.memory, self.flags, self.packets)]
-        self.staging, self.flag_places, self.packet_places = (torch.tensor(each, device=DEVICE) for each in addresses)
+        staging, flags, packet_places = (torch.tensor(each, device=DEVICE) for each in addresses)
+        self.places = Places(staging, flags, packet_places, self.counters, rank, WORLD)
 
     def receive(self, message: torch.Tensor, block: int = kernels.MIN_BLOCK) -> None:
         for program, part in enumerate(message.flatten().split(block)):
@@ -85,7 +87,9 @@ class Place:
 @pytest.mark.parametrize("rank", range(WORLD))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("by_packets", [False, True], ids=["by-flags", "by-packets"])
-def test_gather(shape: tuple[int, int], rank: int, count: int, by_packets: bool) -> None:
+def test_gather(
+    shape: tuple[int, int], rank: int, count: int, by_packets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if count == 2**31 - 1:
         count = -(2**31)  # the next turn's count after the wrap
     pieces = [torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device=DEVICE) for _ in range(WORLD)]
@@ -95,14 +99,11 @@ def test_gather(shape: tuple[int, int], rank: int, count: int, by_packets: bool)
     if by_packets:
         place.receive_packets(messages[1 - rank])
     else:
+        monkeypatch.setattr(kernels, "FEW", 0)
         place.receive(messages[1 - rank])
     out = torch.zeros(shape[0], WORLD * shape[1], dtype=torch.int32, device=DEVICE)
     out_rest = torch.zeros(WORLD, shape[0] * 3, dtype=torch.int32, device=DEVICE)
-    sizes = rank, pieces[0].numel(), shape[1], rests[0].numel()
-    places = [place.packet_places] if by_packets else [place.staging, place.flag_places]
-    arguments = out, out_rest, pieces[rank], rests[rank], *places, place.counters, *sizes
-    kernel = kernels.gather_packets if by_packets else kernels.gather_columns
-    kernels.launch(kernel, len(messages[0]), WORLD, out, *arguments)
+    kernels.gather(pieces[rank], out, rests[rank], out_rest, place.places)
     assert_bitwise(out, reference.gather(pieces))
     assert_bitwise(out_rest, torch.stack(rests))
     if by_packets:
@@ -119,8 +120,7 @@ def test_add(shape: tuple[int, int], rank: int, dtype: torch.dtype) -> None:
     place = Place(dtype, rank, 3)
     place.receive(parts[1 - rank])
     out = torch.zeros(shape, dtype=dtype, device=DEVICE)
-    shared = place.staging, place.flag_places, place.counters
-    kernels.launch(kernels.add_parts, out.numel(), WORLD, out, out, parts[rank], *shared, rank, out.numel())
+    kernels.add(parts[rank], out, place.places)
     assert_bitwise(out, reference.add(parts))
     place.check_sent(parts[rank], 3)
 
@@ -142,20 +142,19 @@ def test_norm_of_parts(shape: tuple[int, int], dtype: torch.dtype, rank: int, is
         place.receive_packets(messages[1 - rank], rows * block_k // 2)
     else:
         place.receive(messages[1 - rank], rows * block_k)
-    shared = place.staging, place.flag_places, place.counters, place.packet_places
-    exchange = norms.RankExchange(shared, rank, WORLD, is_sum)
     scaling = Scaling.of_kind(kind)
-    assert norms.can_exchange(parts[rank], shape[1], scaling)
-    arguments = weight, None, residual, 1e-6, "rms_norm", False, scaling
-    codes, summed, _, rstd = norms.exchange_norm_quantize(parts[rank], exchange, *arguments)
+    made = exchange_norm_quantize(
+        parts[rank], place.places, is_sum, weight, eps=1e-6, kind="rms_norm", residual=residual, scaling=scaling
+    )
+    assert made is not None and made.summed is not None
     whole = reference.add(parts) if is_sum else reference.gather(parts)
     wanted = norms.norm_quantize(
         whole, weight, None, residual, None, None, 1e-6, "rms_norm", False, scaling, None, None
     )
-    assert_bitwise(codes.qdata.view(torch.uint8), wanted[0].view(torch.uint8))
-    assert_bitwise(codes.scale, wanted[1])
-    assert_bitwise(summed, wanted[4])
-    assert_bitwise(rstd, wanted[8])
+    assert_bitwise(made.rows.qdata.view(torch.uint8), wanted[0].view(torch.uint8))
+    assert_bitwise(made.rows.scale, wanted[1])
+    assert_bitwise(made.summed, wanted[4])
+    assert_bitwise(made.rstd, wanted[8])
     if by_packets:
         place.check_sent_packets(parts[rank], 3, rows, block_k)
     else:

@@ -13,9 +13,10 @@ from octavo.numerics.scaling import Scaling
 from octavo.ops._runtime.registry import register
 from octavo.ops.norm import NormKind, check_norm, check_stored_kind, norm_backward
 from octavo.ops.norm.norm_quantize import reference
+from octavo.ops.one_shot import Places
 from octavo.ops.quantize import check_scales, empty_operand, scaling_of, text_of
 
-__all__ = ["NormQuantized", "norm_backward", "norm_quantize"]
+__all__ = ["NormQuantized", "exchange_norm_quantize", "norm_backward", "norm_quantize"]
 
 
 class NormQuantized(NamedTuple):
@@ -93,6 +94,41 @@ def norm_quantize(
         mean if kind == "layer_norm" else None,
         rstd,
     )
+
+
+def exchange_norm_quantize(
+    part: torch.Tensor,
+    places: Places,
+    is_sum: bool,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    eps: float,
+    kind: NormKind,
+    zero_centered_gamma: bool = False,
+    residual: torch.Tensor,
+    scaling: Scaling,
+) -> NormQuantized | None:
+    """norm_quantize of an x of which each rank has a part, codes along rows alone; one launch, which all ranks make.
+
+    Args:
+        part: this rank's, on a GPU: [T, K], what is to be added, or its columns [T, K / ranks].
+        places: what the ranks share.
+        is_sum: which of the two.
+        residual: [T, K], the same on all ranks. The rest is norm_quantize's.
+    Returns:
+        NormQuantized without columns and stored; None, on all ranks alike, for what does not fit.
+    Exactness: bitwise what norm_quantize makes of the whole x, whose sum is made in fp32 in the order of the ranks.
+    """
+    from octavo.ops.norm.norm_quantize import triton
+    from octavo.ops.norm.triton import NormLaunch
+
+    if part.dtype != residual.dtype or not triton.can_exchange(part, weight.numel(), scaling):
+        return None
+    norm = NormLaunch.of(part.contiguous(), weight, bias, residual, kind)
+    exchange = triton.RankExchange(places, is_sum)
+    rows, summed, mean, rstd = triton.exchange_norm_quantize(norm, exchange, eps, zero_centered_gamma, scaling)
+    return NormQuantized(rows, None, summed, None, mean if kind == "layer_norm" else None, rstd)
 
 
 def _reference(*arguments: Any) -> tuple[torch.Tensor, ...]:

@@ -25,6 +25,7 @@ from octavo.ops.norm.triton import (
     norm_quantize_tiles,
     row_tile,
 )
+from octavo.ops.one_shot import Places
 from octavo.ops.one_shot.triton import FEW, MOST, PACKETS, REGION_BYTES
 from octavo.ops.quantize.triton import Emission, Step, quantize_matrix
 
@@ -73,18 +74,14 @@ def norm_quantize(
 
 
 class RankExchange(NamedTuple):
-    """How the ranks of a tensor-parallel group put x together: see octavo.ops.one_shot.triton.
+    """How the ranks of a tensor-parallel group put x together.
 
     Attributes:
-        shared: staging, flags, counters, packets.
-        rank: this one.
-        world: how many there are.
-        is_sum: their parts [T, K] are added; else their columns [T, K / world] stand side by side.
+        places: what they share.
+        is_sum: their parts [T, K] are added; else their columns [T, K / ranks] stand side by side.
     """
 
-    shared: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-    rank: int
-    world: int
+    places: Places
     is_sum: bool
 
 
@@ -98,27 +95,12 @@ def can_exchange(part: torch.Tensor, K: int, scaling: Scaling) -> bool:
 
 
 def exchange_norm_quantize(
-    part: torch.Tensor,
-    exchange: RankExchange,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor,
-    eps: float,
-    kind: str,
-    zero_centered_gamma: bool,
-    scaling: Scaling,
+    norm: NormLaunch, exchange: RankExchange, eps: float, zero_centered_gamma: bool, scaling: Scaling
 ) -> tuple[QuantizedTensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(codes, x + residual, mean, rstd) of an x of which each rank has a part; one launch, which all ranks make.
-
-    Args:
-        part: this rank's, where can_exchange allows.
-        residual: [T, K], the same on all ranks.
-    Exactness: bitwise what norm_quantize makes of the whole x, whose sum is made in fp32 in the order of the ranks.
-    """
-    norm = NormLaunch.of(part, weight, bias, residual, kind)
-    call = _Call(norm, {"ZERO_CENTERED": zero_centered_gamma, "enable_fp_fusion": norm.fuses}, exchange)
-    with on_device_of(part):
-        rows, _, _ = call.run(eps, scaling, None, None, None, None)
+    """(codes, x + residual, mean, rstd) of an x of which each rank has a part, where can_exchange allows."""
+    options = {"ZERO_CENTERED": zero_centered_gamma, "enable_fp_fusion": norm.fuses}
+    with on_device_of(norm.sources[0]):
+        rows, _, _ = _Call(norm, options, exchange).run(eps, scaling, None, None, None, None)
     assert rows is not None, "rows are always made"
     return rows, *norm.results
 
@@ -196,9 +178,9 @@ class _Call:
         way, shared = None, None
         if self.exchange is not None:
             more_warps = EXCHANGE_WARPS
-            way = (self.exchange.world, self.exchange.is_sum, self._is_few(rows, block_k))
-            *of_all, packets = self.exchange.shared
-            shared = (*of_all, self.exchange.rank, self.x.shape[1], packets)
+            places, is_sum = self.exchange
+            way = (places.world, is_sum, self._is_few(rows, block_k))
+            shared = (*places[:5], self.x.shape[1])
         launch = launcher_of(
             norm_quantize_rows, **rules, ROWS=rows, BLOCK_K=block_k, ROW_TILES=row_tiles, STAGES=stages, WAY=way,
             EARLY=early, launch_pdl=early, num_warps=num_warps * more_warps, **self.options,

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from octavo.deprecation import rename_options
+from octavo.distributed.mesh import Mesh, ParallelSection
 
 
 class Program(argparse.ArgumentParser):
@@ -44,6 +46,37 @@ class Program(argparse.ArgumentParser):
 def keeps(options: Any, name: str) -> bool:
     """Whether --filter leaves a case in."""
     return not options.filter or any(text in name for text in options.filter)
+
+
+class RanksProgram(Program):
+    """A program of several ranks, whose parts are chosen by --only.
+
+    Args:
+        parts: name -> part.
+    """
+
+    def __init__(self, module: str, doc: str | None, parts: Mapping[str, object]) -> None:
+        super().__init__(module, doc)
+        self.add_argument("--only", action="append", choices=parts, default=[], help="this part; repeatable")
+        self.add_argument("--toy", action="store_true", help="sizes for a CPU")
+
+    def begin(self, arguments: Sequence[str] | None, mesh: Mesh | None) -> tuple[Any, Mesh]:
+        """The options and the ranks; mesh: of ranks that run already, None for torchrun's."""
+        options = self.parse(arguments)
+        if options.device == "cpu" and not options.toy:
+            self.error("a CPU runs toy sizes only, which claim nothing: add --toy")
+        warnings.filterwarnings("ignore")
+        mesh = mesh or Mesh.from_config(ParallelSection(), options.device)
+        if mesh.world_size == 1:
+            self.error(f"it takes several ranks: torchrun --nproc-per-node 2 -m {self.prog.rpartition(' ')[2]}")
+        return options, mesh
+
+
+def backend_of(device: str) -> str:
+    """For a record's sentence: what ranks talk over."""
+    if device != "cuda":
+        return "gloo"
+    return f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}{multicast()}"  # type: ignore[no-untyped-call]
 
 
 def multicast() -> str:

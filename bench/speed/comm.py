@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.program import Program, keeps, multicast
+from bench.program import Program, backend_of, keeps
 from bench.record import Record, time_calls
 from octavo.distributed.collectives import all_gather_into, reduce_scatter_into
 from octavo.distributed.packed import Packed, num_blocks
@@ -145,11 +145,8 @@ def main(arguments: list[str] | None = None) -> int:
     if is_ours:
         _start(options.device)
     check(options.device)
-    backend = str(dist.get_backend())
-    if backend == "nccl":
-        backend = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]
     what = (
-        f"Collectives of {dist.get_world_size()} ranks over {backend}{multicast()}: sizes of the whole bf16 "
+        f"Collectives of {dist.get_world_size()} ranks over {backend_of(options.device)}: sizes of the whole bf16 "
         f"tensor, {options.repeats} calls of each after {WARMUP}, round-robin; quantization is in the times of those "
         "that end in _q; correctness first."
     )

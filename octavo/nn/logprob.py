@@ -9,7 +9,7 @@ from octavo.distributed.tensor_group import TensorGroup
 from octavo.errors import ShapeError
 from octavo.ops import logprob
 from octavo.ops.gemm.hp_mm import hp_mm
-from octavo.ops.logprob.chunks import chunk_len, empty_chunk, gemm_dtype, product
+from octavo.ops.logprob.chunks import chunk_len
 from octavo.ops.logprob.linear import linear_logprobs, linear_logprobs_backward
 
 EXACT_CHUNK_SIZE = 1024  # tokens whose logits exist at once
@@ -74,12 +74,10 @@ class _Logprobs(torch.autograd.Function):
         tensor_group: TensorGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         arguments = hidden, head_weight, targets, temperature, with_entropy, chunk_size, head_bias
-        if exact:
-            lse, logprobs, entropy = _exact_logprobs(*arguments, tensor_group)
-        elif tensor_group is None:
-            lse, logprobs, entropy = linear_logprobs(*arguments)
+        if exact or tensor_group is not None:
+            lse, logprobs, entropy = _chunked_logprobs(*arguments, exact, tensor_group)
         else:
-            lse, logprobs, entropy = _gathered_logprobs(*arguments, tensor_group)
+            lse, logprobs, entropy = linear_logprobs(*arguments)
         ctx.save_for_backward(hidden, head_weight, head_bias, targets, lse)
         ctx.temperature, ctx.chunk_size, ctx.tensor_group = temperature, None if exact else chunk_size, tensor_group
         ctx.mark_non_differentiable(entropy)
@@ -100,7 +98,7 @@ class _Logprobs(torch.autograd.Function):
         return (*grads, grad_bias.to(head_bias.dtype) if needs_bias else None, *[None] * 6)
 
 
-def _exact_logprobs(
+def _chunked_logprobs(
     hidden: torch.Tensor,
     head_weight: torch.Tensor,
     targets: torch.Tensor,
@@ -108,51 +106,32 @@ def _exact_logprobs(
     with_entropy: bool,
     chunk_size: int | None,
     head_bias: torch.Tensor | None,
+    exact: bool,
     tensor_group: TensorGroup | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As linear_logprobs, with the sampler's bits."""
-    step = chunk_size or EXACT_CHUNK_SIZE
-    logprobs, lse = (hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(2))
+    """As linear_logprobs, with the sampler's bits where exact, or of a head whose rows lie on several ranks."""
+    tokens, num_ranks = hidden.shape[0], 1 if tensor_group is None else tensor_group.size
+    # own logits, those of all ranks as they came, and side by side
+    step = chunk_size or (EXACT_CHUNK_SIZE if exact else chunk_len(tokens, 3 * num_ranks * head_weight.shape[0], 4))
+    lse, logprobs = (hidden.new_empty(tokens, dtype=torch.float32) for _ in range(2))
     entropy = torch.zeros_like(logprobs)
-    for start in range(0, hidden.shape[0], step):
+    statistics = _exact_rows if exact else logprob.logit_rows
+    for start in range(0, tokens, step):
         rows = slice(start, start + step)
-        logits = hp_mm(hidden[rows], head_weight, bias=head_bias, out_dtype=torch.float32, exact=True)
+        logits = hp_mm(hidden[rows], head_weight, bias=head_bias, out_dtype=torch.float32, exact=exact)
         if tensor_group is not None:
             logits = tensor_group.gather(logits)
-        logprobs[rows] = logprob.token_logprobs(logits, targets[rows], temperature)
-        lse[rows] = logits.gather(1, targets[rows, None])[:, 0] / temperature - logprobs[rows]
-        if with_entropy:
-            entropy[rows] = logprob.entropy(logits, temperature)
-    return lse, logprobs, entropy
-
-
-def _gathered_logprobs(
-    hidden: torch.Tensor,
-    head_weight: torch.Tensor,
-    targets: torch.Tensor,
-    temperature: float,
-    with_entropy: bool,
-    chunk_size: int | None,
-    head_bias: torch.Tensor | None,
-    tensor_group: TensorGroup,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As linear_logprobs, of a head whose rows lie on several ranks."""
-    tokens, num_rows = hidden.shape[0], head_weight.shape[0]
-    dtype = gemm_dtype(hidden, head_weight)
-    x, w = hidden.to(dtype), head_weight.to(dtype)
-    # own logits, those of all ranks as they came, and side by side
-    step = min(chunk_size or chunk_len(tokens, 3 * tensor_group.size * num_rows, 4), max(tokens, 1))
-    own = empty_chunk(step, num_rows, torch.float32, hidden.device)
-    lse, logprobs = (hidden.new_empty(tokens, dtype=torch.float32) for _ in range(2))
-    entropy = hidden.new_empty(tokens if with_entropy else 0, dtype=torch.float32)
-    for start in range(0, tokens, step):
-        rows = slice(start, min(start + step, tokens))
-        chunk = product(x[rows], w.t(), out=own[: rows.stop - start])  # [C, V / size]
-        if head_bias is not None:
-            chunk = chunk.add_(head_bias.float())
-        logits = tensor_group.gather(chunk)
-        found = logprob.logit_rows(logits, targets[rows], temperature=temperature, with_entropy=with_entropy)
+        found = statistics(logits, targets[rows], temperature=temperature, with_entropy=with_entropy)
         lse[rows], logprobs[rows] = found[:2]
         if found[2] is not None:
             entropy[rows] = found[2]
     return lse, logprobs, entropy
+
+
+def _exact_rows(
+    logits: torch.Tensor, targets: torch.Tensor, *, temperature: float, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """As ops.logprob.logit_rows, with the sampler's bits."""
+    logprobs = logprob.token_logprobs(logits, targets, temperature)
+    lse = logits.gather(1, targets[:, None])[:, 0] / temperature - logprobs
+    return lse, logprobs, logprob.entropy(logits, temperature) if with_entropy else None

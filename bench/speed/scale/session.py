@@ -5,7 +5,7 @@ import gc
 import statistics
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -66,6 +66,15 @@ class Session:
     def device(self) -> torch.device:
         """This rank's."""
         return self.mesh.device
+
+    def run(self, parts: Mapping[str, Callable[["Session"], None]], names: Collection[str]) -> int:
+        """Run the parts of these names; the exit code: 1 where a check or a case failed."""
+        for name, part in parts.items():
+            if name in names:
+                began = time.perf_counter()
+                part(self)
+                self.say(f"{name}: {time.perf_counter() - began:.1f} s")
+        return 1 if self.complaints else 0
 
     def say(self, text: str) -> None:
         """Print on rank 0."""

@@ -18,30 +18,31 @@ from octavo.serve import LLM
 from octavo.serve.engine import Engine
 
 LAYOUTS = (ONE_GPU, REDUCE, GATHER, GATHER_EXACT)
+_NUM_RUNS = 3
 _PROFILED_PROMPT_LEN, _PROFILED_TOKENS, _TOP_KERNELS = 64, 40, 24
 
 
-def single(session: Session, num_runs: int) -> None:
+def single(session: Session) -> None:
     """One request."""
-    _measure(session, WORKLOADS["8b-single"], num_runs)
+    _measure(session, WORKLOADS["8b-single"])
 
 
-def mixed(session: Session, num_runs: int) -> None:
+def mixed(session: Session) -> None:
     """256 requests of 100 to 1024 tokens in and out."""
-    _measure(session, WORKLOADS["8b-mixed"], num_runs)
+    _measure(session, WORKLOADS["8b-mixed"])
 
 
-def long(session: Session, num_runs: int) -> None:
+def long(session: Session) -> None:
     """64 requests of 8192 tokens in and 512 out."""
-    _measure(session, WORKLOADS["8b-64x8192"], num_runs)
+    _measure(session, WORKLOADS["8b-64x8192"])
 
 
-def _measure(session: Session, workload: Workload, num_runs: int) -> None:
+def _measure(session: Session, workload: Workload) -> None:
     workload = shrink(workload) if session.is_toy else workload
     requests = workload.draw(config_of(session).vocab_size, workload.num_requests)
     found: dict[str, EngineRun] = {}
     for layout in LAYOUTS:
-        run = functools.partial(_run, session, workload, requests, layout, num_runs, found)
+        run = functools.partial(_run, session, workload, requests, layout, found)
         session.attempt(f"{workload.name} {layout.label}", run)
 
 
@@ -50,7 +51,6 @@ def _run(
     workload: Workload,
     requests: Requests,
     layout: Layout,
-    num_runs: int,
     found: dict[str, EngineRun],
 ) -> None:
     model = build(session, config_of(session), layout)
@@ -59,7 +59,7 @@ def _run(
     llm = LLM(model, enable_prefix_caching=False, **(QUICK_LIMITS if session.is_toy else limits))  # type: ignore[arg-type]
     warm_up(llm.engine, requests, math.inf)
     runs = []
-    for _ in range(1 if session.is_toy else num_runs):
+    for _ in range(1 if session.is_toy else _NUM_RUNS):
         session.mesh.barrier()
         runs.append(run_requests(llm.engine, requests, "cpu", math.inf))
     run = median_run(runs)

@@ -1,4 +1,4 @@
-"""One-shot exchanges: a program pushes its part of the message to all ranks, waits for theirs, and writes the result.
+"""One-shot exchanges: a program pushes its part of the message to the others, waits for theirs, and writes the result.
 
 G ranks, N elements of a message, W elements of a row, S of what follows the rows. A program has BLOCK elements of the
 message, a region of its own for each rank and of two turns (staging: [2, G, MOST, REGION_BYTES] on each rank), and a
@@ -29,6 +29,12 @@ _FEW, _PACKETS = tl.constexpr(FEW), tl.constexpr(PACKETS)
 
 
 @triton.jit
+def _base(addresses, peer, dtype: tl.constexpr):
+    """Where a rank's part of what is shared begins: whole 16 bytes go into one instruction."""
+    return tl.multiple_of(tl.load(addresses + peer).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
 def _region(turn, peer, program, G: tl.constexpr, BITS: tl.constexpr):
     """Elements of so many bits from the beginning of a rank's staging to a region of it."""
     return ((turn * G + peer) * _MOST + program) * (_REGION_BITS // BITS)
@@ -36,25 +42,35 @@ def _region(turn, peer, program, G: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _send(staging, values, turn, rank, program, offsets, is_in, G: tl.constexpr):
-    """Write this program's values into its region on every rank."""
+    """Write this program's values into its region on every other rank."""
     place = _region(turn, rank, program, G, values.dtype.primitive_bitwidth)
     for peer in tl.static_range(G):
-        base = tl.load(staging + peer).to(tl.pointer_type(values.dtype))
-        tl.store(base + place + offsets, values, mask=is_in)
+        base = _base(staging, peer, values.dtype)
+        tl.store(base + place + offsets, values, mask=is_in & (peer != rank))
+
+
+@triton.jit
+def _receive(own, values, turn, rank, peer, program, offsets, is_in, G: tl.constexpr):
+    """What a rank has written into its region here, after _meet; this rank's are the values themselves."""
+    place = _region(turn, peer, program, G, values.dtype.primitive_bitwidth)
+    found = tl.load(own + place + offsets, mask=is_in & (peer != rank), other=0.0, cache_modifier=".cg")
+    return tl.where(peer == rank, values, found)
 
 
 @triton.jit
 def _meet(flags, rank, program, count, G: tl.constexpr):
-    """Tell every rank that this program has written for the count-th time, and wait until all have."""
+    """Tell every other rank that this program has written for the count-th time, and wait until all have."""
     tl.debug_barrier()  # the writes of all threads come before the flag that one of them sets
     for peer in tl.static_range(G):
-        theirs = tl.load(flags + peer).to(tl.pointer_type(tl.int32))
-        tl.atomic_xchg(theirs + rank * _MOST + program, count, sem="release", scope="sys")
-    own = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
+        if peer != rank:
+            theirs = _base(flags, peer, tl.int32)
+            tl.atomic_xchg(theirs + rank * _MOST + program, count, sem="release", scope="sys")
+    own = _base(flags, rank, tl.int32)
     for peer in tl.static_range(G):
-        seen = tl.atomic_add(own + peer * _MOST + program, 0, sem="acquire", scope="sys")
-        while seen - count < 0:  # by difference: the count wraps around
+        if peer != rank:
             seen = tl.atomic_add(own + peer * _MOST + program, 0, sem="acquire", scope="sys")
+            while seen - count < 0:  # by difference: the count wraps around
+                seen = tl.atomic_add(own + peer * _MOST + program, 0, sem="acquire", scope="sys")
     tl.debug_barrier()
 
 
@@ -64,14 +80,14 @@ def _send_packets(packets, words, turn, rank, program, offsets, is_in, count, G:
     place = ((turn * G + rank) * _FEW + program) * _PACKETS + offsets
     made = (count.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
     for peer in tl.static_range(G):
-        base = tl.load(packets + peer).to(tl.pointer_type(tl.int64))
+        base = _base(packets, peer, tl.int64)
         tl.store(base + place, made, mask=is_in, cache_modifier=".wt")
 
 
 @triton.jit
 def _receive_packets(packets, turn, rank, sender, program, offsets, is_in, count, G: tl.constexpr):
     """The words at these places of a sender's packets, once they are those of this turn."""
-    base = tl.load(packets + rank).to(tl.pointer_type(tl.int64))
+    base = _base(packets, rank, tl.int64)
     places = base + (((turn * G + sender) * _FEW + program) * _PACKETS + offsets)
     found = tl.load(places, mask=is_in, other=0, volatile=True)
     while tl.sum((is_in & ((found >> 32).to(tl.int32) != count)).to(tl.int32), axis=None) > 0:
@@ -106,14 +122,13 @@ def gather_columns(
     else:
         _send(staging, words, turn, rank, program, offsets, is_in, G)
         _meet(flags, rank, program, count, G)
-    own = tl.load(staging + rank).to(tl.pointer_type(words.dtype))
+    own = _base(staging, rank, words.dtype)
     row, column = index // W, index % W
     for peer in tl.static_range(G):
         if BY_PACKETS:
             found = _receive_packets(packets, turn, rank, peer, program, offsets, is_in, count, G)
         else:
-            place = _region(turn, peer, program, G, 32) + offsets
-            found = tl.load(own + place, mask=is_in, other=0, cache_modifier=".cg")
+            found = _receive(own, words, turn, rank, peer, program, offsets, is_in, G)
         tl.store(out + row * (G * W) + peer * W + column, found, mask=is_row)
         if rest is not None:
             tl.store(out_rest + peer * S + (index - N), found, mask=is_in & (index >= N))
@@ -132,12 +147,10 @@ def add_parts(out, x, staging, flags, counters, rank, N, G: tl.constexpr, BLOCK:
     values = tl.load(x + index, mask=is_in, other=0.0)
     _send(staging, values, turn, rank, program, offsets, is_in, G)
     _meet(flags, rank, program, count, G)
-    own = tl.load(staging + rank).to(tl.pointer_type(values.dtype))
+    own = _base(staging, rank, values.dtype)
     total = tl.zeros((BLOCK,), tl.float32)
     for peer in tl.static_range(G):
-        place = _region(turn, peer, program, G, values.dtype.primitive_bitwidth)
-        found = tl.load(own + place + offsets, mask=is_in, other=0.0, cache_modifier=".cg")
-        total += found.to(tl.float32)
+        total += _receive(own, values, turn, rank, peer, program, offsets, is_in, G).to(tl.float32)
     tl.store(out + index, total.to(out.dtype.element_ty), mask=is_in)
     tl.store(counters + program, count)
 
@@ -193,20 +206,22 @@ def exchange_rows(
     is_own = is_in & (cols < width)[None, :]
     places = first_row * stride_xm + rows[:, None] * stride_xm + cols[None, :]
     values = tl.load(x + places, mask=is_own, other=0.0)
-    BITS: tl.constexpr = values.dtype.primitive_bitwidth
     from_row = rows[:, None] * cols.shape[0]
     _send(staging, values, turn, rank, program, from_row + cols[None, :], is_own, G)
     _meet(flags, rank, program, count, G)
-    own = tl.load(staging + rank).to(tl.pointer_type(values.dtype))
+    own = _base(staging, rank, values.dtype)
     if IS_SUM:
         total = tl.zeros_like(values).to(tl.float32)
         for peer in tl.static_range(G):
-            place = _region(turn, peer, program, G, BITS) + from_row + cols[None, :]
-            total += tl.load(own + place, mask=is_in, other=0.0, cache_modifier=".cg").to(tl.float32)
+            offsets = from_row + cols[None, :]
+            total += _receive(own, values, turn, rank, peer, program, offsets, is_in, G).to(tl.float32)
         made = round_to(total, values.dtype).to(values.dtype)
     else:
-        place = _region(turn, cols // width, program, G, BITS) + cols % width
-        made = tl.load(own + from_row + place[None, :], mask=is_in, other=0.0, cache_modifier=".cg")
+        sender = (cols // width)[None, :]
+        place = _region(turn, sender, program, G, values.dtype.primitive_bitwidth) + (cols % width)[None, :]
+        made = tl.load(own + from_row + place, mask=is_in & (sender != rank), other=0.0, cache_modifier=".cg")
+        own_places = first_row * stride_xm + rows[:, None] * stride_xm + (cols % width)[None, :]
+        made = tl.where(sender == rank, tl.load(x + own_places, mask=is_in & (sender == rank), other=0.0), made)
     tl.store(counters + program, count)
     return made
 

@@ -1,5 +1,7 @@
 """The one-shot kernels compile for Hopper without spills; flags are set with release and read with acquire."""
 
+import re
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from octavo.numerics import Scaling
 from octavo.ops.norm.norm_quantize import exchange_norm_quantize
 from octavo.ops.one_shot import Places
 from octavo.ops.one_shot import triton as kernels
-from tests.ops.compiled import compiled, launched
+from tests.ops.compiled import assert_moves_16_bytes, compiled, launched
 
 WORDS, PARTS = torch.zeros(4, 1024, dtype=torch.int32), torch.zeros(4, 1024, dtype=torch.bfloat16)
 REST = torch.zeros(32, dtype=torch.int32)
@@ -32,8 +34,10 @@ def test_a_kernel_compiles(kind: str, world: int, monkeypatch: pytest.MonkeyPatc
 
     (launch,) = launched(call)
     ptx = compiled(launch).ptx
-    assert ptx.count("atom.global.sys.release.exch") == world
-    assert ptx.count("ld.global.sys.acquire") >= world
+    assert ptx.count("atom.global.sys.release.exch") == world - 1
+    assert ptx.count("ld.global.sys.acquire") >= world - 1
+    assert_moves_16_bytes(launch, ptx)
+    assert not re.search(r"st\.global[\w.:]*b16", ptx), "a message leaves in stores of 16 bytes"
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -53,3 +57,5 @@ def test_the_norm_of_parts_compiles(tokens: int, is_sum: bool) -> None:
     ptx = compiled(launch).ptx
     assert ("ld.volatile.global" in ptx) == (tokens == 1) and ("atom" in ptx) == (tokens > 1)
     assert ("griddepcontrol.wait" in ptx) == (tokens == 1)
+    assert_moves_16_bytes(launch, ptx, r"wt\.v2\.b64" if tokens == 1 else r"v4\.b32")
+    assert not re.search(r"(st|ld)\.global[\w.:]*b16", ptx), "rows come and go in 16 bytes at once"

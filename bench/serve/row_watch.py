@@ -105,9 +105,9 @@ class RowWatch:
         self.trainer.head_rows |= {min(rows, EXACT_CHUNK_SIZE), rows % EXACT_CHUNK_SIZE or EXACT_CHUNK_SIZE}
         return self._token_logprobs(hidden, *rest, **options)
 
-    def _note_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _note_logits(self, hidden: torch.Tensor, *, deals_rows: bool = False) -> torch.Tensor:
         self.engine.head_rows.add(hidden.shape[0])
-        return self._logits(hidden)
+        return self._logits(hidden, deals_rows=deals_rows)
 
     def _note_experts(self, experts: torch.Tensor) -> None:
         if not _is_capturing():

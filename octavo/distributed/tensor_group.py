@@ -11,14 +11,21 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from octavo.distributed.collectives import all_gather_into, reduce_scatter_into
 from octavo.distributed.one_shot import OneShot, one_shot_of
 from octavo.distributed.outcome import together
+from octavo.distributed.pushes import Pushes, pushes_of
 from octavo.numerics.quantized import QuantizedTensor
-from octavo.ops.one_shot import Places
+from octavo.ops.one_shot import Places, reference
+from octavo.ops.push.reference import share_of
 
 T = TypeVar("T", torch.Tensor, torch.Tensor | None)
+
+# Of parts this large each rank goes on with a share of the rows: half the bytes, and less to compute. Of so many rows.
+MIN_DEALT_BYTES = 4 << 20
+MIN_DEALT_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +76,7 @@ class TensorGroup:
         Args:
             piece: [T, n], n a multiple of 128.
         Returns:
-            [T, size * n], as quantize would have made it of the whole matrix.
+            [T, size * n], as quantize would have made it of the whole matrix; until the next call, as pushes says.
         """
         tokens, columns = piece.shape
         codes, scales = piece.qdata.view(torch.uint8), piece.scale.t()  # [T, n], [n / 128, T]
@@ -77,6 +84,11 @@ class TensorGroup:
             made = one_shot.gather_codes(codes.contiguous(), scales.contiguous())
             if made is not None:
                 return QuantizedTensor.trusted(made[0].view(piece.qdata.dtype), made[1].t(), piece.scaling)
+        if (pushes := self._pushes(codes)) is not None:
+            came = pushes.gather_columns(codes, scales.contiguous().view(1, -1))
+            if came is not None:
+                scale = came[1].view(-1, tokens).t()
+                return QuantizedTensor.trusted(came[0].view(piece.qdata.dtype), scale, piece.scaling)
         sent = torch.cat([codes.reshape(-1), scales.contiguous().view(torch.uint8).reshape(-1)])
         received = sent.new_empty(self.size, len(sent))
         all_gather_into(received.view(-1), sent, group=self.group)
@@ -89,6 +101,33 @@ class TensorGroup:
     def gather(self, piece: torch.Tensor) -> torch.Tensor:
         """Every rank's columns [T, n], by rank -> [T, size * n], apart from autograd."""
         return self._gathered(piece)
+
+    @torch.no_grad()
+    def deal_columns(self, piece: torch.Tensor) -> torch.Tensor:
+        """This rank's share of the rows of every rank's columns [T, n]: [rows, size * n]; until the next call."""
+        return self._deal(piece, is_sum=False)
+
+    @torch.no_grad()
+    def gather_rows(self, share: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Every rank's share of the rows [rows, n], by rank -> [num_rows, n]."""
+        pushes = self._pushes(share)
+        if pushes is not None and (came := pushes.gather_rows(num_rows, share)) is not None:
+            return came[0].clone()
+        return self._gather_rows(share, num_rows)
+
+    @torch.no_grad()
+    def gather_row_codes(self, share: QuantizedTensor, num_rows: int) -> QuantizedTensor:
+        """As gather_rows, of an operand whose scales each belong to one row; until the next call, as pushes says."""
+        codes, scales = share.qdata.view(torch.uint8), share.scale.t().contiguous()  # [rows, n], [m, rows]
+        pushes = self._pushes(codes)
+        came = None if pushes is None else pushes.gather_rows(num_rows, codes, scales)
+        if came is None:
+            came = [self._gather_rows(codes, num_rows), self._gather_rows(share.scale, num_rows).t().contiguous()]
+        return QuantizedTensor.trusted(came[0].view(share.qdata.dtype), came[1].t(), share.scaling)
+
+    def share_of(self, num_rows: int) -> slice:
+        """The rows of a matrix that this rank goes on with where each does with a share."""
+        return share_of(num_rows, self.rank, self.size)
 
     @torch.no_grad()
     def sum(self, part: torch.Tensor) -> torch.Tensor:
@@ -115,6 +154,30 @@ class TensorGroup:
     def _one_shot(self, message: torch.Tensor) -> OneShot | None:
         """For messages of one host's GPUs, whose sizes are the same on all ranks."""
         return one_shot_of(self.group, message.device) if message.is_cuda and message.numel() else None
+
+    def _pushes(self, message: torch.Tensor) -> Pushes | None:
+        """For what is too large for one_shot."""
+        return pushes_of(self.group, message.device) if message.is_cuda and message.numel() else None
+
+    def _deal(self, own: torch.Tensor, *, is_sum: bool) -> torch.Tensor:
+        """This rank's rows of all ranks' parts, added [rows, K], or of their columns, by rank [rows, size * n]."""
+        if (pushes := self._pushes(own)) is not None and (came := pushes.deal(own, is_sum=is_sum)) is not None:
+            return pushes.add(came) if is_sum else came
+        tokens, width = own.shape
+        each = -(-tokens // self.size)
+        sent = pad(own, (0, 0, 0, each * self.size - tokens)).contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        mine = self.share_of(tokens)
+        by_rank = received.view(self.size, each, width)[:, : mine.stop - mine.start]
+        return reference.add(list(by_rank)) if is_sum else reference.gather(list(by_rank))
+
+    def _gather_rows(self, share: torch.Tensor, num_rows: int) -> torch.Tensor:
+        each = -(-num_rows // self.size)
+        sent = pad(share, (0, 0, 0, each - len(share))).contiguous().view(torch.uint8)
+        received = sent.new_empty(self.size * each, sent.shape[1])
+        all_gather_into(received, sent, group=self.group)
+        return received[:num_rows].view(share.dtype)
 
     def _gathered(self, piece: torch.Tensor) -> torch.Tensor:
         if (one_shot := self._one_shot(piece)) is not None:
@@ -152,10 +215,43 @@ class PartialRows:
         one_shot = self.tensor_group._one_shot(self.own)
         return None if one_shot is None or self.own.nbytes > one_shot.max_bytes else one_shot.places
 
+    def is_dealt(self) -> bool:
+        """Whether what follows is to be computed of a share of the rows by each rank."""
+        is_large = self.own.nbytes >= MIN_DEALT_BYTES and len(self.own) >= MIN_DEALT_ROWS * self.tensor_group.size
+        return is_large and self.places() is None
 
-def whole(x: T | PartialRows) -> T | torch.Tensor:
+    def share(self) -> torch.Tensor:
+        """This rank's rows of the whole: [rows, K]; without gradients, until the next call, as pushes says."""
+        return self.tensor_group._deal(self.own, is_sum=self.is_sum)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowShare:
+    """A matrix [T, K] of which each rank has a share of the rows.
+
+    Attributes:
+        own: [rows, K].
+        num_rows: T.
+        tensor_group: the ranks.
+    """
+
+    own: torch.Tensor
+    num_rows: int
+    tensor_group: TensorGroup
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the matrix."""
+        return self.own.dtype
+
+    def whole(self) -> torch.Tensor:
+        """[T, K], the same on all ranks."""
+        return self.tensor_group.gather_rows(self.own, self.num_rows)
+
+
+def whole(x: T | PartialRows | RowShare) -> T | torch.Tensor:
     """x itself, or what its parts make."""
-    return x.whole() if isinstance(x, PartialRows) else x
+    return x.whole() if isinstance(x, PartialRows | RowShare) else x
 
 
 class _GatherColumns(torch.autograd.Function):

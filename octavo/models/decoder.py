@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from octavo.deprecation import former_keywords
-from octavo.distributed.tensor_group import PartialRows, TensorGroup, whole
+from octavo.distributed.tensor_group import PartialRows, RowShare, TensorGroup, whole
 from octavo.errors import DtypeError, RecipeError, ShapeError
 from octavo.models.checkpoint.kv_scales import KVScales
 from octavo.models.config import ModelConfig
@@ -164,27 +164,32 @@ class Decoder(FusedLayer):
                 f"token_ids must be the context's packed tokens {tuple(context.positions.shape)}, got shape "
                 f"{tuple(token_ids.shape)}; sequences follow each other without padding"
             )
-        x = F.embedding(token_ids, self.embed_tokens.weight)  # [T, hidden_size]
+        x: torch.Tensor | RowShare = F.embedding(token_ids, self.embed_tokens.weight)  # [T, hidden_size]
         addend: torch.Tensor | PartialRows | None = None
         for layer in self.layers:
             if not torch.is_grad_enabled() and self.fuses(layer):
                 x, addend = layer.advance(x, addend, context)  # type: ignore[operator]
             else:
-                x, addend = layer(x if addend is None else x + whole(addend), context), None
-        return self.norm(x if addend is None else x + whole(addend))
+                x, addend = layer(whole(x) if addend is None else whole(x) + whole(addend), context), None
+        return self.norm(whole(x) if addend is None else whole(x) + whole(addend))
 
     def fused_modules(self) -> list[nn.Module]:
         """See FusedLayer: without gradients the sum at the end of a layer is made by the next one's norm."""
         return list(self.layers)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, *, deals_rows: bool = False) -> torch.Tensor:
         """Logits for sampling: [T, hidden_size] -> [T, vocab_size] fp32. Training goes through nn.token_logprobs.
 
         Of a head that is cut among ranks they have no gradient.
+
+        Args:
+            deals_rows: of such a head, this rank's share of the rows (TensorGroup.share_of) alone, until the next call.
         """
         weight, bias = self.head_weight, self.head_bias
         own = hp_mm(hidden, weight, bias=bias, out_dtype=torch.float32, exact=self.numerics.exact)
-        return own if self.head_group is None else self.head_group.gather(own)
+        if self.head_group is None:
+            return own
+        return self.head_group.deal_columns(own) if deals_rows else self.head_group.gather(own)
 
     @property
     def head_group(self) -> TensorGroup | None:

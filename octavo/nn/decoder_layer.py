@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from octavo.distributed.tensor_group import PartialRows, whole
+from octavo.distributed.tensor_group import PartialRows, RowShare, whole
 from octavo.nn.attention import Attention
 from octavo.nn.attention_context import AttentionContext
 from octavo.nn.functional.norm_linear import norm_linear
@@ -45,28 +45,29 @@ class DecoderLayer(FusedLayer):
 
     def forward(self, x: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """x [T, hidden_size] -> [T, hidden_size]."""
-        x, addend = self.advance(x, None, context)
-        return x + whole(addend)
+        stream, addend = self.advance(x, None, context)
+        return whole(stream) + whole(addend)
 
     def advance(
-        self, x: torch.Tensor, addend: torch.Tensor | PartialRows | None, context: AttentionContext
-    ) -> tuple[torch.Tensor, torch.Tensor | PartialRows]:
+        self, x: torch.Tensor | RowShare, addend: torch.Tensor | PartialRows | None, context: AttentionContext
+    ) -> tuple[torch.Tensor | RowShare, torch.Tensor | PartialRows]:
         """The layer between two sums, which the next norm's kernel makes; forward begins and ends with one.
 
         Args:
-            x: [T, hidden_size], the residual stream but for addend, which is still to be added to it.
+            x: [T, hidden_size], the residual stream but for addend, which is still to be added to it; of a model that
+                is cut among ranks perhaps this one's share of the rows.
         Returns:
             The stream after the layer, in the same two parts.
         """
         attn, mlp = self.self_attn, self.mlp
         if not self.fuses(*self.children()):
-            x = x if addend is None else x + whole(addend)
+            x = whole(x) if addend is None else whole(x) + whole(addend)
             x = x + attn(self.input_layernorm(x), context)
             return x, mlp(self.post_attention_layernorm(x))
         qkv, x = norm_linear(x, addend, self.input_layernorm, attn.qkv_proj, fused=self.fuses(attn.qkv_proj))
         out = attn.attend(qkv, context)
         if isinstance(mlp, SparseMoE):
-            x = x + whole(out)
+            x = whole(x) + whole(out)
             return x, mlp(self.post_attention_layernorm(x))
         linears = (mlp.gate_up_proj, mlp.down_proj)
         out, x = norm_mlp(x, out, self.post_attention_layernorm, *linears, "swiglu", fused=self.fuses(*linears))

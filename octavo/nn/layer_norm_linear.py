@@ -2,6 +2,7 @@
 
 import torch
 
+from octavo.distributed.tensor_group import whole
 from octavo.errors import ShapeError
 from octavo.nn.functional.norm_linear import Norm, norm_linear
 from octavo.nn.fusion import FusedLayer
@@ -78,7 +79,7 @@ class LayerNormLinear(FusedLayer):
         modules = (self.norm, self.linear)
         out, stream = norm_linear(x.reshape(-1, width), flat, *modules, fused=self.fuses(*modules))
         out = out.view(*x.shape[:-1], self.linear.out_features)
-        return (out, stream.view(x.shape)) if with_stream else out
+        return (out, whole(stream).view(x.shape)) if with_stream else out
 
     def forward_residual(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The output for x + residual, and that sum; a call of the module, so that its hooks gather its parameters."""

@@ -59,7 +59,7 @@ class LayerNormMLP(FusedLayer):
         modules = (self.norm, self.fc1, self.fc2)
         found, stream = norm_mlp(x.reshape(-1, width), flat, *modules, self.activation, fused=self.fuses(*modules))
         out = whole(found)
-        return (out.view(x.shape), stream.view(x.shape)) if with_stream else out.view(x.shape)
+        return (out.view(x.shape), whole(stream).view(x.shape)) if with_stream else out.view(x.shape)
 
     def forward_residual(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """As LayerNormLinear.forward_residual."""

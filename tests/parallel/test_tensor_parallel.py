@@ -2,13 +2,15 @@
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import octavo
+from octavo.distributed import tensor_group
 from octavo.distributed.mesh import Mesh
-from octavo.distributed.tensor_group import TensorGroup
+from octavo.distributed.tensor_group import PartialRows, TensorGroup
 from octavo.errors import OctavoError
 from octavo.models import Decoder, ModelConfig
 from octavo.nn import PackedContext, keep_codes_only, token_logprobs
@@ -120,7 +122,39 @@ def inference_job(rank: int, world: int) -> dict[str, Any]:
     found["text"], found["share"] = str(report), report.num_local_params / report.num_params
     found["reduce"] = sqnr(score(one)[0], score(cut)[0])
     found["refused"] = [refusal(case, group) for case in REFUSED]
+    found |= {f"dealt {recipe} {mode}": dealt(group, recipe, mode, hidden_size) for recipe, mode in DEALT}
     return found
+
+
+DEALT = (("blockwise", "gather"), ("rowwise", "reduce"), ("blockwise", "reduce"))
+
+
+def dealt(group: TensorGroup, recipe: str, mode: Any, hidden_size: int) -> dict[str, bool]:
+    """A model whose ranks compute the norms of a share of the rows each, beside one whose ranks compute all."""
+    one, cut = (make("qwen3", recipe, hidden_size=hidden_size) for _ in range(2))
+    if mode == "reduce":
+        parallelize(one, group, mode=mode)
+    parallelize(cut, group, mode=mode)
+    num_dealt = 0
+    share = PartialRows.share
+
+    def counted(parts: PartialRows) -> torch.Tensor:
+        nonlocal num_dealt
+        num_dealt += 1
+        return share(parts)
+
+    with (
+        torch.no_grad(),
+        mock.patch.object(tensor_group, "MIN_DEALT_BYTES", 0),
+        mock.patch.object(tensor_group, "MIN_DEALT_ROWS", 4),
+        mock.patch.object(PartialRows, "share", counted),
+    ):
+        shared = score(cut)
+        num_scoring = num_dealt  # on a CPU the sum behind attention is made before the norm
+        samples = sample(cut)
+    with torch.no_grad():
+        found = {f"scores {i}": torch.equal(*pair) for i, pair in enumerate(zip(score(one), shared, strict=True))}
+    return found | {"samples": sample(one) == samples, "dealt": num_scoring == 1 and num_dealt > 3}
 
 
 def refusal(case: Any, group: TensorGroup) -> str:
@@ -197,6 +231,14 @@ def test_a_cut_model_has_the_bits_of_one_process(
 ) -> None:
     for found in inferred:
         assert all(found[f"{family} {recipe} {exact}"].values()), found[f"{family} {recipe} {exact}"]
+
+
+@pytest.mark.parametrize(("recipe", "mode"), DEALT)
+def test_norms_of_a_share_of_the_rows_have_the_same_bits(
+    inferred: list[dict[str, Any]], recipe: str, mode: str
+) -> None:
+    for found in inferred:
+        assert all(found[f"dealt {recipe} {mode}"].values()), found[f"dealt {recipe} {mode}"]
 
 
 def test_ranks_that_share_kv_heads_do_not_train(inferred: list[dict[str, Any]]) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from bench.speed.scale.session import Session
 from bench.speed.tensor.models import GATHER_EXACT, ONE_GPU_EXACT, Layout, build, config_of
-from octavo.models import sequence_logprobs
+from octavo.models import Decoder, sequence_logprobs
 from octavo.nn import PackedContext
 from octavo.serve import LLM, SamplingParams
 from octavo.testing.assertions import assert_bitwise
@@ -14,6 +14,7 @@ from octavo.testing.assertions import assert_bitwise
 RECIPES = ("bf16", "rowwise", "blockwise")
 _NUM_LAYERS, _NUM_TOKENS = 4, 72
 _PROMPT_LENS = (5, 63, 64, 130, 400)  # around the ends of pages; the last one is cut into chunks
+_LONG_PROMPT_LEN = 3001  # whose norms each rank computes for a share of the tokens
 _LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 512, "num_kv_pages": 9}  # preempts
 
 
@@ -63,8 +64,9 @@ def _compute(session: Session, recipe: str, layout: Layout) -> Found:
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in _PROMPT_LENS]
     lengths = [len(prompt) for prompt in prompts]
-    context = PackedContext.from_lengths(lengths, model.numerics, model.device, model.kv_table)
-    hidden = model(torch.tensor([i for prompt in prompts for i in prompt], device=model.device), context)
+    long_len = min(_LONG_PROMPT_LEN, config.max_position_embeddings)
+    long_prompt = torch.randint(config.vocab_size, (long_len,), generator=generator).tolist()
+    hidden = torch.cat([_hidden(model, prompts), _hidden(model, [long_prompt])])
     llm = LLM(model, **_LIMITS)  # type: ignore[arg-type]
     llm.engine.scheduler.plan_known_lengths = False  # so that sequences outgrow the cache and are preempted
     params = SamplingParams(temperature=1.0, max_tokens=_NUM_TOKENS, ignore_eos=True, logprobs=0)
@@ -75,3 +77,10 @@ def _compute(session: Session, recipe: str, layout: Layout) -> Found:
     whole = [prompt + answer for prompt, answer in zip(prompts, tokens, strict=True)]
     scores = torch.cat(sequence_logprobs(model, whole, prompt_lens=lengths)).cpu()
     return Found(hidden.cpu(), scores, sampled, tokens, llm.stats.num_preemptions)
+
+
+def _hidden(model: Decoder, prompts: list[list[int]]) -> torch.Tensor:
+    context = PackedContext.from_lengths(
+        [len(prompt) for prompt in prompts], model.numerics, model.device, model.kv_table
+    )
+    return model(torch.tensor([i for prompt in prompts for i in prompt], device=model.device), context)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from octavo.distributed.tensor_group import PartialRows, whole
+from octavo.distributed.tensor_group import PartialRows, RowShare, whole
 from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.functional.linear import (
     check_backward,
@@ -26,6 +26,7 @@ from octavo.nn.weights.delayed import DelayedState
 from octavo.nn.weights.operands import row_ranges
 from octavo.nn.weights.plan import LinearPlan
 from octavo.nn.weights.source import WeightSource
+from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import GEMMS, Recipe
 from octavo.ops.norm import NormKind, has_exact_kernel
 from octavo.ops.norm.norm_quantize import NormQuantized, exchange_norm_quantize, norm_backward, norm_quantize
@@ -34,12 +35,12 @@ Norm = RMSNorm | LayerNorm
 
 
 def norm_linear(
-    x: torch.Tensor, residual: torch.Tensor | PartialRows | None, norm: Norm, linear: Linear, *, fused: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor | RowShare, residual: torch.Tensor | PartialRows | None, norm: Norm, linear: Linear, *, fused: bool
+) -> tuple[torch.Tensor, torch.Tensor | RowShare]:
     """linear(norm(x + residual)), and the sum.
 
     Args:
-        x: [T, K].
+        x: [T, K], or this rank's share of its rows.
         residual: [T, K] of x's dtype, or None for nothing to add.
         fused: the layer's plan allows it.
     Returns:
@@ -48,9 +49,9 @@ def norm_linear(
     recipe = effective_recipe(linear.recipe)
     if fused and can_infer(recipe, norm, linear):
         plan = linear.begin(recipe)
-        normed, stream = norm_input(x, residual, *norm_operands(norm), plan, training=False, columns=False)
-        return linear.infer_codes(normed.rows, plan, x.dtype), stream
-    residual = whole(residual)
+        rows, stream = infer_norm(x, residual, *norm_operands(norm), plan)
+        return linear.infer_codes(rows, plan, x.dtype), stream
+    x, residual = whole(x), whole(residual)
     if fused and can_fuse(recipe, norm, linear):
         plan = linear.begin(recipe)
         operands = (*norm_operands(norm), linear.weight, linear.bias, linear.source)
@@ -110,7 +111,7 @@ def can_infer(recipe: Recipe, norm: Norm | None, *linears: Linear) -> bool:
 
 def norm_input(
     x: torch.Tensor,
-    residual: torch.Tensor | PartialRows | None,
+    residual: torch.Tensor | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     rule: NormRule,
@@ -131,24 +132,6 @@ def norm_input(
     """
     recipe = plan.recipe
     assert recipe.input is not None, f"recipe {recipe.name!r} quantizes no input"
-    known = plan.known(DelayedState.INPUT, observe=training and plan.stages)
-    if isinstance(residual, PartialRows):
-        assert not (training or columns), "parts are without gradients"
-        places = None if known else residual.places()
-        if places is not None:
-            made = exchange_norm_quantize(
-                residual.own,
-                places,
-                residual.is_sum,
-                weight,
-                bias=bias,
-                residual=x,
-                scaling=recipe.input,
-                **rule._asdict(),
-            )
-            if made is not None and made.summed is not None:
-                return made, made.summed
-        residual = residual.whole()
     normed = norm_quantize(
         x,
         weight,
@@ -158,9 +141,47 @@ def norm_input(
         **rule._asdict(),
         column_scaling=recipe.wgrad_input if columns else None,
         store_scaling=recipe.saved_activations if training else None,
-        **known,
+        **plan.known(DelayedState.INPUT, observe=training and plan.stages),
     )
     return normed, x if normed.summed is None else normed.summed
+
+
+def infer_norm(
+    x: torch.Tensor | RowShare,
+    residual: torch.Tensor | PartialRows | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rule: NormRule,
+    plan: LinearPlan,
+) -> tuple[QuantizedTensor, torch.Tensor | RowShare]:
+    """(the quantized norm of x + residual, that sum) without gradients; each perhaps a rank's part.
+
+    A residual of which ranks have parts is put together in the norm's kernel. Where it is long, each rank does so for a
+    share of the rows, keeps that share of the sum, and the codes of all are gathered.
+
+    Args:
+        x: [T, K], or this rank's share of its rows.
+        residual: [T, K], or this rank's part of it; None for nothing to add.
+        weight: the norm's.
+        bias: the norm's.
+    """
+    scaling = plan.recipe.input
+    if isinstance(residual, PartialRows) and not plan.known(DelayedState.INPUT, observe=False):
+        assert scaling is not None, "can_infer wants an output GEMM in FP8"
+        options = {"bias": bias, "scaling": scaling, **rule._asdict()}
+        if residual.is_dealt():
+            group, num_rows = residual.tensor_group, len(residual.own)
+            own = x.own if isinstance(x, RowShare) else x[group.share_of(num_rows)]
+            made = norm_quantize(own, weight, residual=residual.share(), **options)
+            assert made.summed is not None, "there is a residual"
+            return group.gather_row_codes(made.rows, num_rows), RowShare(made.summed, num_rows, group)
+        if (places := residual.places()) is not None:
+            x = whole(x)
+            fused = exchange_norm_quantize(residual.own, places, residual.is_sum, weight, residual=x, **options)
+            if fused is not None and fused.summed is not None:
+                return fused.rows, fused.summed
+    normed, stream = norm_input(whole(x), whole(residual), weight, bias, rule, plan, training=False, columns=False)
+    return normed.rows, stream
 
 
 class NormLinearFunction(torch.autograd.Function):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from octavo.distributed.tensor_group import PartialRows, whole
+from octavo.distributed.tensor_group import PartialRows, RowShare, whole
 from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.functional.linear import (
     check_backward,
@@ -19,7 +19,7 @@ from octavo.nn.functional.linear import (
     quantize_grad_output,
     quantize_input,
 )
-from octavo.nn.functional.norm_linear import Norm, NormRule, can_fuse, can_infer, norm_input, norm_operands
+from octavo.nn.functional.norm_linear import Norm, NormRule, can_fuse, can_infer, infer_norm, norm_input, norm_operands
 from octavo.nn.functional.saved_operands import only_needed, save_operands, saved_operands
 from octavo.nn.linear import Linear
 from octavo.nn.weights.delayed import DelayedState
@@ -38,7 +38,7 @@ from octavo.ops.quantize import quantize_columns
 
 
 def norm_mlp(
-    x: torch.Tensor,
+    x: torch.Tensor | RowShare,
     residual: torch.Tensor | PartialRows | None,
     norm: Norm | None,
     fc1: Linear,
@@ -46,11 +46,11 @@ def norm_mlp(
     kind: str,
     *,
     fused: bool,
-) -> tuple[torch.Tensor | PartialRows, torch.Tensor]:
+) -> tuple[torch.Tensor | PartialRows, torch.Tensor | RowShare]:
     """fc2(activation(fc1(norm(x + residual)))), or this rank's part of it, and the sum.
 
     Args:
-        x: [T, K].
+        x: [T, K], or this rank's share of its rows.
         residual: [T, K] of x's dtype, or None for nothing to add.
         norm: None for none.
         kind: "swiglu" (fc1 makes gate and up) or "gelu" (tanh form).
@@ -62,7 +62,7 @@ def norm_mlp(
     fused = fused and (kind == "gelu" or fc1.bias is None)
     if fused and can_infer(recipe, norm, fc1, fc2):
         return _infer(x, residual, norm, fc1, fc2, kind, recipe)
-    residual = whole(residual)
+    x, residual = whole(x), whole(residual)
     if fused and can_fuse(recipe, norm, fc1, fc2):
         plans = fc1.begin(recipe), fc2.begin(recipe)
         of_norm = (None, None, None) if norm is None else norm_operands(norm)
@@ -78,21 +78,20 @@ def norm_mlp(
 
 
 def _infer(
-    x: torch.Tensor,
+    x: torch.Tensor | RowShare,
     residual: torch.Tensor | PartialRows | None,
     norm: Norm | None,
     fc1: Linear,
     fc2: Linear,
     kind: str,
     recipe: Recipe,
-) -> tuple[torch.Tensor | PartialRows, torch.Tensor]:
+) -> tuple[torch.Tensor | PartialRows, torch.Tensor | RowShare]:
     """norm_mlp without gradients: four launches, or five."""
     plans = fc1.begin(recipe), fc2.begin(recipe)
     if norm is not None:
-        normed, stream = norm_input(x, residual, *norm_operands(norm), plans[0], training=False, columns=False)
-        rows = normed.rows
+        rows, stream = infer_norm(x, residual, *norm_operands(norm), plans[0])
     else:
-        residual = whole(residual)
+        x, residual = whole(x), whole(residual)
         stream = x if residual is None else x + residual
         rows, _ = quantize_input(stream, plans[0], columns=False, observe=False)
     return infer_mlp(rows, fc1, fc2, kind, plans, x.dtype), stream

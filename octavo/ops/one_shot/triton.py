@@ -29,7 +29,7 @@ _FEW, _PACKETS = tl.constexpr(FEW), tl.constexpr(PACKETS)
 
 
 @triton.jit
-def _base(addresses, peer, dtype: tl.constexpr):
+def base_of(addresses, peer, dtype: tl.constexpr):
     """Where a rank's part of what is shared begins: whole 16 bytes go into one instruction."""
     return tl.multiple_of(tl.load(addresses + peer).to(tl.pointer_type(dtype)), 16)
 
@@ -45,7 +45,7 @@ def _send(staging, values, turn, rank, program, offsets, is_in, G: tl.constexpr)
     """Write this program's values into its region on every other rank."""
     place = _region(turn, rank, program, G, values.dtype.primitive_bitwidth)
     for peer in tl.static_range(G):
-        base = _base(staging, peer, values.dtype)
+        base = base_of(staging, peer, values.dtype)
         tl.store(base + place + offsets, values, mask=is_in & (peer != rank))
 
 
@@ -63,9 +63,9 @@ def _meet(flags, rank, program, count, G: tl.constexpr):
     tl.debug_barrier()  # the writes of all threads come before the flag that one of them sets
     for peer in tl.static_range(G):
         if peer != rank:
-            theirs = _base(flags, peer, tl.int32)
+            theirs = base_of(flags, peer, tl.int32)
             tl.atomic_xchg(theirs + rank * _MOST + program, count, sem="release", scope="sys")
-    own = _base(flags, rank, tl.int32)
+    own = base_of(flags, rank, tl.int32)
     for peer in tl.static_range(G):
         if peer != rank:
             seen = tl.atomic_add(own + peer * _MOST + program, 0, sem="acquire", scope="sys")
@@ -80,14 +80,14 @@ def _send_packets(packets, words, turn, rank, program, offsets, is_in, count, G:
     place = ((turn * G + rank) * _FEW + program) * _PACKETS + offsets
     made = (count.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
     for peer in tl.static_range(G):
-        base = _base(packets, peer, tl.int64)
+        base = base_of(packets, peer, tl.int64)
         tl.store(base + place, made, mask=is_in, cache_modifier=".wt")
 
 
 @triton.jit
 def _receive_packets(packets, turn, rank, sender, program, offsets, is_in, count, G: tl.constexpr):
     """The words at these places of a sender's packets, once they are those of this turn."""
-    base = _base(packets, rank, tl.int64)
+    base = base_of(packets, rank, tl.int64)
     places = base + (((turn * G + sender) * _FEW + program) * _PACKETS + offsets)
     found = tl.load(places, mask=is_in, other=0, volatile=True)
     while tl.sum((is_in & ((found >> 32).to(tl.int32) != count)).to(tl.int32), axis=None) > 0:
@@ -122,7 +122,7 @@ def gather_columns(
     else:
         _send(staging, words, turn, rank, program, offsets, is_in, G)
         _meet(flags, rank, program, count, G)
-    own = _base(staging, rank, words.dtype)
+    own = base_of(staging, rank, words.dtype)
     row, column = index // W, index % W
     for peer in tl.static_range(G):
         if BY_PACKETS:
@@ -147,7 +147,7 @@ def add_parts(out, x, staging, flags, counters, rank, N, G: tl.constexpr, BLOCK:
     values = tl.load(x + index, mask=is_in, other=0.0)
     _send(staging, values, turn, rank, program, offsets, is_in, G)
     _meet(flags, rank, program, count, G)
-    own = _base(staging, rank, values.dtype)
+    own = base_of(staging, rank, values.dtype)
     total = tl.zeros((BLOCK,), tl.float32)
     for peer in tl.static_range(G):
         total += _receive(own, values, turn, rank, peer, program, offsets, is_in, G).to(tl.float32)
@@ -209,7 +209,7 @@ def exchange_rows(
     from_row = rows[:, None] * cols.shape[0]
     _send(staging, values, turn, rank, program, from_row + cols[None, :], is_own, G)
     _meet(flags, rank, program, count, G)
-    own = _base(staging, rank, values.dtype)
+    own = base_of(staging, rank, values.dtype)
     if IS_SUM:
         total = tl.zeros_like(values).to(tl.float32)
         for peer in tl.static_range(G):

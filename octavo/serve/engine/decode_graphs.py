@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from octavo.distributed.tensor_group import MIN_DEALT_BYTES, TensorGroup
 from octavo.models import Decoder
 from octavo.numerics import Numerics
 from octavo.ops.attention import PAGE_SIZE, PagedKVLayer
@@ -32,8 +33,9 @@ class StepGraph(NamedTuple):
         inputs: [2, B] int32, sequence lengths (0 for a padding row) and slots.
         forward: the graph to logits.
         draw: the graph on to tokens.
-        logits: [B, V] fp32.
+        logits: [B, V] fp32, or this rank's share of the rows.
         tokens: [B] int64.
+        group: the ranks that draw for a share of the rows each; None where this one does for all.
     """
 
     inputs: torch.Tensor
@@ -41,6 +43,13 @@ class StepGraph(NamedTuple):
     draw: torch.cuda.CUDAGraph
     logits: torch.Tensor
     tokens: torch.Tensor
+    group: TensorGroup | None = None
+
+    @property
+    def own_rows(self) -> slice:
+        """The rows of the batch that this rank draws for."""
+        rows = self.inputs.shape[1]
+        return slice(0, rows) if self.group is None else self.group.share_of(rows)
 
 
 class DecodeGraphs(CapturedSteps[tuple[int, int], StepGraph]):
@@ -112,7 +121,14 @@ class DecodeGraphs(CapturedSteps[tuple[int, int], StepGraph]):
             try_out(lambda: self._draw(inputs, self._logits(inputs, bound)))
             forward, logits = self._recorder.record(lambda: self._logits(inputs, bound))
             draw, tokens = self._recorder.record(lambda: self._draw(inputs, logits))
-        return StepGraph(inputs, forward, draw, borrow(logits), borrow(tokens))
+        return StepGraph(inputs, forward, draw, borrow(logits), borrow(tokens), self._group(size))
+
+    def _group(self, num_rows: int) -> TensorGroup | None:
+        """The ranks of a head that is cut, where its logits are a long message and the ranks divide the rows."""
+        group = self.model.head_group
+        if group is None or num_rows % group.size:
+            return None
+        return group if num_rows * self.model.config.vocab_size // group.size * 4 >= MIN_DEALT_BYTES else None
 
     def _logits(self, inputs: torch.Tensor, bound: int) -> torch.Tensor:
         seq_lens, slots = inputs[0], inputs[1].long()
@@ -132,11 +148,15 @@ class DecodeGraphs(CapturedSteps[tuple[int, int], StepGraph]):
             exact=self.model.numerics.exact,
         )
         with contextlib.nullcontext() if self.choices is None else self.choices.recording(slot_mapping):
-            return self.model.logits(self.model(self.slots.last_token[slots], context))
+            hidden = self.model(self.slots.last_token[slots], context)
+        return self.model.logits(hidden, deals_rows=self._group(len(slots)) is not None)
 
     def _draw(self, inputs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        slots = inputs[1].long()
-        tokens = sample(logits, *self.slots.controls(slots), inputs[0].long())
+        slots, group = inputs[1].long(), self._group(inputs.shape[1])
+        own = slice(None) if group is None else group.share_of(len(slots))
+        tokens = sample(logits, *self.slots.controls(slots[own]), inputs[0, own].long())
+        if group is not None:
+            tokens = group.gather(tokens[None])[0]
         self.slots.last_token[slots] = tokens
         return tokens
 

@@ -176,14 +176,20 @@ class ModelRunner:
     def _draw(self, graph: StepGraph, chunks: list[Chunk], slots: list[int]) -> torch.Tensor:
         """The report on one new token for each row of a graph's logits."""
         sequences = [chunk.sequence for chunk in chunks]
-        logits = graph.logits[: len(chunks)]
-        plan = self.adjustments.plan(sequences)
+        plan, group = self.adjustments.plan(sequences), graph.group
         if plan is not None:
-            return self._sample(logits, chunks, slots, plan)
+            logits = graph.logits if group is None else group.gather_rows(graph.logits, graph.inputs.shape[1])
+            return self._sample(logits[: len(chunks)], chunks, slots, plan)
         graph.draw.replay()
         num_best = most_logprobs(sequences)
-        temperature = None if num_best is None else self.slots.controls(self._tensor(slots)).temperature
-        return report(logits, graph.tokens[: len(chunks)], temperature, num_best)
+        if num_best is None:
+            return report(graph.logits, graph.tokens[: len(chunks)], None, None)
+        own = graph.own_rows
+        temperature = self.slots.controls(graph.inputs[1, own].long()).temperature
+        rows = report(graph.logits, graph.tokens[own], temperature, num_best)
+        if group is not None:
+            rows = group.gather(rows.view(1, -1)).view(-1, rows.shape[1])
+        return rows[: len(chunks)]
 
     def _compute(self, chunks: list[Chunk], slots: list[int], graphs: PromptGraphs | None) -> torch.Tensor | None:
         """Any step; by pieces that graphs holds, where it does."""

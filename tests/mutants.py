@@ -138,7 +138,7 @@ TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
      "tests/test_cli_errors.py::test_a_folder_that_cannot_be_written_is_refused_before_any_work", {
         "rl-folder-unasked": ('    check_writable(config.run.dir, "run.dir")\n', "")}),
     ("octavo/train/loop.py", "tests/train/test_full_disk.py::test_a_disk_without_room_for_a_checkpoint_is_refused", {
-        "train-room-unasked": ('"run.dir", num_bytes=run.num_checkpoint_bytes)', '"run.dir")')}),
+        "train-room-unasked": ('"run.dir", num_bytes=num_bytes)', '"run.dir")')}),
     ("octavo/train/schedule.py", "tests/train/test_schedule.py::test_warm_up_is_linear_and_reaches_the_peak", {
         "lr-warm-up-from-0": ("peak * (step + 1) /", "peak * step /")}),
     ("octavo/train/schedule.py", "tests/train/test_schedule.py::test_decay_falls_to_the_floor_at_the_last_step", {

@@ -243,11 +243,7 @@ class Mesh:
 
     def new_host_group(self) -> Any:
         """Another group like host_group, for a thread with collectives of its own; all ranks must ask."""
-        if self.device_mesh is None:
-            return None
-        group = dist.new_group(backend="gloo")
-        set_timeout(_HOST_TIMEOUT, group)
-        return group
+        return None if self.device_mesh is None else dist.new_group(backend="gloo", timeout=_HOST_TIMEOUT)
 
     def neighbours(self, size: int, timeout_s: int) -> TensorGroup:
         """This rank among `size` neighbours, which cut a model beside one that is sharded over all; all must ask."""

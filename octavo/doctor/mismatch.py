@@ -14,7 +14,7 @@ from octavo.deprecation import former_attribute
 from octavo.doctor.candidate_causes import CandidateCause, find_cause, k3
 from octavo.doctor.replay import Replay
 from octavo.doctor.sides import LABELS, PARTS, Side, differences, linears_of, stale_weights
-from octavo.errors import RecipeError, ShapeError
+from octavo.errors import ConfigError, RecipeError, ShapeError
 from octavo.models import sequence_logprobs
 from octavo.rl.metrics import mismatch_metrics
 
@@ -144,6 +144,7 @@ def find_mismatch(
         (octavo.doctor.candidate_causes), and the parts are those of the one that explains them.
     Raises:
         RecipeError: two architectures, or a trainer of codes alone.
+        ConfigError: a model that is cut among ranks.
         ShapeError: lengths that do not fit.
     """
     _check(trainer, sampler, sequences, prompt_lens, rollout_logprobs)
@@ -220,6 +221,12 @@ def _check(
         raise RecipeError("trainer and sampler must be of one architecture; give two checkpoints of one model")
     if any(linear.weight is None for linear in linears_of(trainer.model).values()):
         raise RecipeError("the trainer holds FP8 codes only; load its checkpoint with trainable=True")
+    for name, side in (("trainer", trainer), ("sampler", sampler)):
+        if (group := side.model.tensor_group) is not None:
+            raise ConfigError(
+                f"find_mismatch mixes the weights of whole models, and the {name}'s are cut among {group.size} ranks; "
+                "load the checkpoint in one process"
+            )
     if len(sequences) != len(prompt_lens) or any(
         not 1 <= n <= len(s) for s, n in zip(sequences, prompt_lens, strict=True)
     ):

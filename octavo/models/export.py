@@ -61,6 +61,11 @@ class ModelExport:
         state = {name: tensor.detach().cpu().clone() for name, tensor in fp8_state_dict(model).items()}
         self._record = (model.numerics, high_precision_linears(model), model.weight_version, state)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole model's tensors in the files."""
+        return sum(tensor.nbytes for tensor in self._described().values())
+
     def write(self, path: str | Path, tensors: Mapping[str, torch.Tensor] | None = None, group: Any = None) -> None:
         """Write the checkpoint; a collective of `group`.
 

@@ -80,7 +80,7 @@ def cut_of(key: str, cut: Cut) -> Cut | None:
         key: the tensor's name in the state; scales go with the elements that share them.
         cut: of the parameter.
     Returns:
-        None for scales of blocks that several ranks have parts of.
+        None for scales of blocks that several ranks have parts of; on all ranks alike, whose slices are equally large.
     """
     if key not in _SCALES:
         return cut
@@ -91,8 +91,8 @@ def cut_of(key: str, cut: Cut) -> Cut | None:
         return Cut(shape, cut.rows, columns) if is_whole else None
     blocks = []
     for rows in cut.rows:  # of a slice's blocks and of the whole's, which begin at its own first element
-        first, stop = rows.start * size, rows.stop * size
-        if cut.columns is not None or first % BLOCK or begin % BLOCK or (stop % BLOCK and rows.stop < cut.shape[0]):
+        first, stop, is_whole = rows.start * size, rows.stop * size, rows == slice(0, cut.shape[0])
+        if cut.columns is not None or first % BLOCK or begin % BLOCK or (stop % BLOCK and not is_whole):
             return None
         blocks.append(slice(first // BLOCK, -(-stop // BLOCK)))
         begin += stop - first

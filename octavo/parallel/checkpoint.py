@@ -20,11 +20,11 @@ from octavo.models.checkpoint.safetensors_io import SafetensorsReader
 from octavo.models.checkpoint.storage import errno_of, storage_error
 
 Cuts = Mapping[str, Cut]
-_UNCUT: Cuts = {}
+UNCUT: Cuts = {}
 _Stored = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def save_state(tensors: Mapping[str, torch.Tensor], folder: Path, group: Any, cuts: Cuts = _UNCUT) -> None:
+def save_state(tensors: Mapping[str, torch.Tensor], folder: Path, group: Any, cuts: Cuts = UNCUT) -> None:
     """Write tensors; a collective of `group`, which raises the same on all its ranks.
 
     Args:
@@ -56,7 +56,7 @@ def save_state(tensors: Mapping[str, torch.Tensor], folder: Path, group: Any, cu
 
 
 def load_state(
-    folder: Path, like: Mapping[str, torch.Tensor] | None = None, cuts: Cuts = _UNCUT
+    folder: Path, like: Mapping[str, torch.Tensor] | None = None, cuts: Cuts = UNCUT
 ) -> dict[str, torch.Tensor]:
     """Read what save_state wrote; each rank for itself, without a collective.
 
@@ -91,7 +91,7 @@ def load_state(
     return found
 
 
-def load_file(file: Path, like: Mapping[str, torch.Tensor], cuts: Cuts = _UNCUT) -> dict[str, torch.Tensor]:
+def load_file(file: Path, like: Mapping[str, torch.Tensor], cuts: Cuts = UNCUT) -> dict[str, torch.Tensor]:
     """Read a safetensors file as load_state reads a folder: each rank its rows alone.
 
     Until 0.1 the scales of 8-bit moments were flat; they are taken into rows of as many elements.

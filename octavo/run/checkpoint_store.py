@@ -28,7 +28,7 @@ from octavo.models.checkpoint.atomic import shared_directory
 from octavo.models.checkpoint.storage import writing
 from octavo.models.export import ModelExport
 from octavo.models.tokenizer import Tokenizer, tokenizer_fingerprint
-from octavo.parallel.checkpoint import Cuts, load_state, save_state
+from octavo.parallel.checkpoint import UNCUT, Cuts, load_state, save_state
 from octavo.parallel.checkpoint import load_file as load_rows
 from octavo.parallel.staging import HostCopies
 from octavo.run.atomic import remove_directory, remove_leftovers, write_atomic
@@ -44,7 +44,6 @@ _STATE, _DESCRIPTION = "trainer.safetensors", "trainer.json"
 _PREFIX = "step-"
 BUFFER = "buffer."  # begins the names of a state's tensors that others than the optimizer write
 _Tensors = Mapping[str, torch.Tensor]
-_UNCUT: Cuts = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +65,7 @@ class Checkpoint:
         """Optimizer steps done."""
         return int(self.description["step"])
 
-    def load_state(
-        self, like: Mapping[str, torch.Tensor] | None = None, cuts: Cuts = _UNCUT
-    ) -> dict[str, torch.Tensor]:
+    def load_state(self, like: Mapping[str, torch.Tensor] | None = None, cuts: Cuts = UNCUT) -> dict[str, torch.Tensor]:
         """The state that was saved, by one process or by any number of ranks; a collective of the store's mesh.
 
         Args:
@@ -142,7 +139,7 @@ class CheckpointStore:
         description: Mapping[str, Any],
         state: Mapping[str, torch.Tensor],
         write_model: Callable[[Path], None] | ModelExport,
-        cuts: Cuts = _UNCUT,
+        cuts: Cuts = UNCUT,
     ) -> Path:
         """Write a checkpoint; a kill at any moment leaves the older ones and LATEST as they were.
 

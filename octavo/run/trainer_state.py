@@ -1,10 +1,12 @@
 """Every tensor that a loop needs to go on from a checkpoint bit for bit, and how it is put back."""
 
 from collections.abc import Mapping
+from math import prod
 
 import torch
 
 from octavo.models import Decoder
+from octavo.models.export import ModelExport
 from octavo.nn import HISTORY_BUFFER, Linear, Router, fp8_state_dict, load_fp8_state_dict, update_scales
 from octavo.numerics import Recipe, get_recipe
 from octavo.run.checkpoint_store import BUFFER
@@ -20,6 +22,13 @@ def trainer_state(model: Decoder, optimizer: MasterAdamW) -> dict[str, torch.Ten
     if model.device.type == "cuda":
         random[f"{_RNG}cuda"] = torch.cuda.get_rng_state(model.device)
     return {**optimizer.state_dict(), **buffers, **random}
+
+
+def num_checkpoint_bytes(model: Decoder, optimizer: MasterAdamW, export: ModelExport) -> int:
+    """What a checkpoint of all ranks takes at least; before the first step there are no moments yet."""
+    state, cuts = trainer_state(model, optimizer), optimizer.state_cuts()
+    shapes = {name: cuts[name].shape if name in cuts else tensor.shape for name, tensor in state.items()}
+    return export.num_bytes + sum(prod(shapes[name]) * tensor.itemsize for name, tensor in state.items())
 
 
 def restore(

@@ -34,7 +34,7 @@ from octavo.serve.sampling_params import SamplingParams
 from octavo.serve.tensor_workers import EngineOrder, LeadingEngine, TensorParallel, chosen_device, rank_device
 from octavo.weights.disk import stage_checkpoint
 from octavo.weights.manifest import manifest_of
-from octavo.weights.update import RunningPolicy, WeightUpdate
+from octavo.weights.update import RunningPolicy, WeightUpdate, check_policy
 
 _REQUEST_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
@@ -326,6 +326,7 @@ class LLM:
             The weight version that the next tokens will carry.
         Raises:
             CheckpointError: what was given does not fit the model, or is damaged.
+            RequestError: no such policy for open streams.
             BackendError: the writing failed.
         """
         if is_sharded(self.model):
@@ -333,6 +334,7 @@ class LLM:
                 "update_weights writes whole weights into the model's own storages, and fully_shard has cut those; "
                 "load the state dict into the sharded model (torch.distributed.checkpoint), then call refit()"
             )
+        check_policy(running)
         partial = [partial] if isinstance(partial, str) else partial
         update = self.engine.on_all_ranks(lambda: self._stage(weights, checksums, partial, staging_device))
         if running == "wait":
@@ -359,7 +361,7 @@ class LLM:
                 raise RequestError("checksums go with a checkpoint or a dict of tensors, not with an iterable of pairs")
             manifest = manifest_of(weights, checksums)
         update = begin(manifest=manifest, partial=partial, staging_device=device)
-        try:
+        with update.ending_at_error():
             for pair in weights.items() if isinstance(weights, Mapping) else weights:
                 if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)):
                     raise RequestError(
@@ -367,9 +369,6 @@ class LLM:
                     )
                 update.stage(*pair)
             update.verify()
-        except BaseException as error:
-            update.end(f"it failed: {error}")
-            raise
         return update
 
 

@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 # a worker that has not staged a tensor by then is given up
 _ANSWER_S = 600.0
+_NO_DATA = torch.empty(0, dtype=torch.uint8)
 
 
 class UpdateChannel:
@@ -64,6 +65,8 @@ class UpdateChannel:
             BackendError: a worker failed otherwise.
         """
         with self._lock:
+            if data is not None:  # a rank without memory for it would leave the others alone in the broadcast
+                self.ask("expect", data.numel(), meanwhile=lambda: None)
             self.tell(*order)
             if data is not None:
                 with self._explained():
@@ -103,7 +106,7 @@ class LeadingUpdate(WeightUpdate):
         self._channel = channel
         super().__init__(model, **given)
         theirs = {name: given.get(name) for name in ("layout", "staging_device")}
-        with self._ending_at_error():
+        with self.ending_at_error():
             channel.ask("begin", {**theirs, "partial": tuple(given.get("partial", ()))}, meanwhile=lambda: None)
 
     def stage(self, name: str, tensor: torch.Tensor) -> None:
@@ -112,16 +115,18 @@ class LeadingUpdate(WeightUpdate):
         Raises:
             BackendError: a worker failed; the transaction ends with it.
         """
+        _ = self.staging  # of an update that has ended the workers hear nothing
         known = None if self.manifest is None or name not in self.manifest else self.manifest[name].sha256
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         spec = TensorSpec(tensor.dtype, tuple(tensor.shape), known or tensor_sha256(data))
         own = functools.partial(super().stage, name, tensor)
-        with self._ending_at_error():
+        with self.ending_at_error():
             self._channel.ask("stage", name, spec, data=data, meanwhile=own)
 
     def verify(self) -> None:
         """See WeightUpdate; on all ranks."""
-        with self._ending_at_error():
+        _ = self.staging
+        with self.ending_at_error():
             self._channel.ask("verify", meanwhile=super().verify)
 
     def end(self, reason: str = "it was aborted") -> None:
@@ -146,6 +151,7 @@ class UpdateFollower:
 
     def __init__(self, model: Decoder, group: Any, place: Callable[[torch.device], torch.device]) -> None:
         self._model, self._group, self._place = model, group, place
+        self._data = _NO_DATA
         self.update: WeightUpdate | None = None
 
     def run(self, orders: Connection) -> None:
@@ -158,7 +164,7 @@ class UpdateFollower:
             except (EOFError, OSError):
                 return
             if name == "end":
-                self.update = None
+                self.update, self._data = None, _NO_DATA
                 continue
             failure = None
             try:
@@ -174,8 +180,11 @@ class UpdateFollower:
         self.update = None  # an older one is freed first
         self.update = WeightUpdate(self._model, **given)
 
+    def _expect(self, num_bytes: int) -> None:
+        self._data = torch.empty(num_bytes, dtype=torch.uint8)
+
     def _stage(self, name: str, spec: TensorSpec) -> None:
-        data = torch.empty(spec.num_bytes, dtype=torch.uint8)
+        data, self._data = self._data, _NO_DATA
         broadcast_in_pieces(data, self._group)
         tensor = data.view(spec.dtype).view(spec.shape)
         spec.check(name, tensor)

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from octavo.distributed import local_job
-from octavo.errors import OctavoError
+from octavo.errors import LostWeightsError, OctavoError
 from octavo.models.tokenizer import load_tokenizer
 from octavo.parallel import parallelize
 from octavo.serve.engine import Engine
@@ -65,7 +65,11 @@ class Repeater:
         self._requests: dict[int, RequestState] = {}
 
     def run(self, calls: Connection) -> None:
-        """Until rank 0 hangs up."""
+        """Until rank 0 hangs up.
+
+        Raises:
+            LostWeightsError: this rank's weights are gone; rank 0 may still have its own, and learns of it by the end.
+        """
         while True:
             try:
                 name, *arguments = calls.recv()
@@ -73,6 +77,8 @@ class Repeater:
                 return
             try:
                 self._repeat(name, arguments)
+            except LostWeightsError:
+                raise
             except OctavoError as error:  # rank 0 has raised the same
                 logger.info("%s: %s", name, error)
 

@@ -29,7 +29,7 @@ from octavo.run.metrics import METRICS_FILE, MetricsWriter, Row
 from octavo.run.optimizer import MasterAdamW
 from octavo.run.stopping import StopRequest, stop_on_signals
 from octavo.run.tensorboard import TENSORBOARD_DIR
-from octavo.run.trainer_state import restore, trainer_state
+from octavo.run.trainer_state import num_checkpoint_bytes, restore, trainer_state
 from octavo.run.write_failures import WriteFailures
 from octavo.train.build import DTYPES, build_model, cut_linears
 from octavo.train.config import TrainConfig
@@ -111,7 +111,8 @@ def train(
     find_device(config.run.device)
     mesh = Mesh.from_config(config.parallel, config.run.device)
     run = _Run.build(config, mesh)
-    check_writable(config.run.dir, "run.dir", num_bytes=run.num_checkpoint_bytes)
+    num_bytes = num_checkpoint_bytes(run.model, run.optimizer, run.export())
+    check_writable(config.run.dir, "run.dir", num_bytes=num_bytes)
     with locked_folder(config.run.dir, mesh), deterministic(config.run.deterministic):
         try:
             return run.train(on_step, progress and mesh.is_first, resume)
@@ -248,12 +249,6 @@ class _Run:
         if checkpoint.step == self.config.run.steps:
             return checkpoint.step, [f"{change}: without effect, for no step is left" for change in changes]
         return checkpoint.step, [f"resuming after step {checkpoint.step} of {checkpoint.path}", *changes, *restored]
-
-    @property
-    def num_checkpoint_bytes(self) -> int:
-        """What a checkpoint takes at least; before the first step there are no moments yet."""
-        tensors = (*trainer_state(self.model, self.optimizer).values(), *self.model.parameters())
-        return sum(tensor.nbytes for tensor in tensors)
 
     @property
     def place(self) -> str:

@@ -93,11 +93,12 @@ def stage_checkpoint(
         readers.append(SafetensorsReader(state))
     begin = begin or functools.partial(WeightUpdate, model)
     update = begin(layout=layout, partial=partial, staging_device=staging_device)
-    wants = update.staging.wants
-    found = {name: reader for reader in readers for name in reader.entries if not partial or wants(name)}
-    update.declare(manifest_of({name: reader.entries[name] for name, reader in found.items()}, checksums))
-    for name in sorted(found, key=update.staging.position):
-        update.stage(name, found[name].load(name))
+    with update.ending_at_error():  # a file that cannot be read fails apart from the update
+        wants = update.staging.wants
+        found = {name: reader for reader in readers for name in reader.entries if not partial or wants(name)}
+        update.declare(manifest_of({name: reader.entries[name] for name, reader in found.items()}, checksums))
+        for name in sorted(found, key=update.staging.position):
+            update.stage(name, found[name].load(name))
     return update
 
 

@@ -49,7 +49,7 @@ def exchange_on_all(group: TensorGroup | None, pairs: Sequence[tuple[torch.Tenso
         pairs: of this rank.
     Raises:
         Exception: what exchange_all raises, of the first rank that failed; or that the ranks could not talk.
-        LostWeightsError: on some rank the old weights are not back.
+        LostWeightsError: this rank's old weights are not back, or not those of the first rank that failed.
     """
     if group is None:
         return exchange_all(pairs)
@@ -64,6 +64,8 @@ def exchange_on_all(group: TensorGroup | None, pairs: Sequence[tuple[torch.Tenso
     except BaseException as error:
         if done:
             _exchange_back(pairs, error)
+        if isinstance(error.__cause__, LostWeightsError):  # this rank's own, where an earlier one failed otherwise
+            raise error.__cause__ from None
         raise
 
 

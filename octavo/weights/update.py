@@ -26,6 +26,16 @@ RunningPolicy = Literal["abort", "wait", "keep"]
 POLICIES: tuple[RunningPolicy, ...] = ("abort", "wait", "keep")
 
 
+def check_policy(running: RunningPolicy) -> None:
+    """Before anything is staged for it.
+
+    Raises:
+        RequestError: it is none of POLICIES.
+    """
+    if running not in POLICIES:
+        raise RequestError(f"running must be one of {', '.join(POLICIES)}, got {running!r}")
+
+
 class WeightUpdate:
     """One transaction on one model's weights. Whole models, unless `partial` names a part.
 
@@ -95,7 +105,7 @@ class WeightUpdate:
         where = Path("manifest")
         entries = [TensorEntry(name, spec.dtype, spec.shape, where) for name, spec in manifest.items()]
         staging = self.staging
-        with self._ending_at_error():
+        with self.ending_at_error():
             staging.declare(entries)
         self.manifest = manifest
 
@@ -108,7 +118,7 @@ class WeightUpdate:
             RequestError: the transaction has ended.
         """
         staging = self.staging
-        with self._ending_at_error():
+        with self.ending_at_error():
             if self.manifest is not None:
                 if name not in self.manifest:
                     raise CheckpointError(f"{name} is not in the update's manifest")
@@ -123,7 +133,7 @@ class WeightUpdate:
             RequestError: the transaction has ended.
         """
         staging = self.staging
-        with self._ending_at_error():
+        with self.ending_at_error():
             if staging.is_partial and self.model.weight_version != self.base_version:
                 raise CheckpointError(
                     f"the weights changed from version {self.base_version} to {self.model.weight_version} since this "
@@ -173,7 +183,8 @@ class WeightUpdate:
             self.ended, self._staging, self._staged = reason, None, None
 
     @contextlib.contextmanager
-    def _ending_at_error(self) -> Iterator[None]:
+    def ending_at_error(self) -> Iterator[None]:
+        """End the transaction, and free what was staged, where the block fails."""
         try:
             yield
         except BaseException as error:

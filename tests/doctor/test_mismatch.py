@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from octavo.distributed.tensor_group import TensorGroup
 from octavo.doctor import Side, find_mismatch
 from octavo.doctor.mismatch import MismatchReport
 from octavo.doctor.replay import Replay
 from octavo.doctor.sides import LABELS, PARTS, stale_weights
-from octavo.errors import RecipeError, ShapeError
+from octavo.errors import ConfigError, RecipeError, ShapeError
 from octavo.models import Decoder, ModelConfig, save_model, sequence_logprobs
 from octavo.nn.moe import Router
 from octavo.numerics import Numerics, get_recipe
@@ -347,6 +348,13 @@ def test_bad_input_is_refused(policy: Decoder, moe_policy: Decoder) -> None:
     codes_only.layers[0].mlp.down_proj.keep_codes_only()
     with pytest.raises(RecipeError, match="trainable=True"):
         find_mismatch(Side(codes_only), engine, [[1, 2]], [1])
+    cut = copy.deepcopy(policy)
+    cut.tensor_group = TensorGroup(None, 0, 2)
+    for sides, name in (((cut, policy), "trainer"), ((policy, cut), "sampler")):
+        with pytest.raises(
+            ConfigError, match=f"the {name}'s are cut among 2 ranks; load the checkpoint in one process"
+        ):
+            find_mismatch(*map(Side, sides), [[1, 2]], [1])
 
 
 def test_weights_of_codes_alone_are_compared_by_their_codes(policy: Decoder) -> None:

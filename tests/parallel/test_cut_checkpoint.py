@@ -10,15 +10,19 @@ import torch
 from safetensors.torch import save_file
 
 import octavo
+from octavo.distributed.cut import Cut
 from octavo.distributed.mesh import Mesh
 from octavo.distributed.shards import local
 from octavo.errors import OctavoError
 from octavo.models import Decoder, ModelConfig
+from octavo.models.export import ModelExport
 from octavo.nn import ColumnLinear
+from octavo.optim.state import cut_of
 from octavo.parallel import parallelize, shard
 from octavo.parallel.checkpoint import load_file, load_state, save_state
 from octavo.run.optimizer import MasterAdamW
 from octavo.run.sections import OptimizerSection
+from octavo.run.trainer_state import num_checkpoint_bytes
 from tests.ranks import run_group
 
 SIZES: dict[str, Any] = {
@@ -92,6 +96,7 @@ def write_job(rank: int, world: int, folder: Path) -> dict[str, Any]:
         save_state(optimizer.state_dict(), folder / name, mesh.host_group, optimizer.state_cuts())
         octavo.save_model(model, folder / f"{name} model")
         found[name] = slices(optimizer.state_dict())
+        found[f"{name} bytes"] = num_checkpoint_bytes(model, optimizer, ModelExport(model))
     found["refused"] = refusals(mesh, folder)
     return found
 
@@ -142,7 +147,10 @@ def test_the_whole_state_has_the_bits_of_one_process(case: tuple[str, str, str],
     """Moments of 8 and 16 bits are rounded by an element's place on its rank; their scales and masters are not."""
     family, state, _ = case
     model = build(family)
-    one = stepped(model, state, build(family, seed=1)).state_dict()
+    optimizer = stepped(model, state, build(family, seed=1))
+    one, num_bytes = optimizer.state_dict(), num_checkpoint_bytes(model, optimizer, ModelExport(model))
+    assert [found[f"{' '.join(case)} bytes"] for found in folder[1]] == [num_bytes] * folder[2]
+    assert num_bytes > sum(tensor.nbytes for tensor in (*one.values(), *model.parameters()))  # random numbers' state
     whole = load_state(folder[0] / " ".join(case))
     rounded = () if state == "full" else ("exp_avg.", "exp_avg_sq.")
     assert [name for name in differing(one, whole) if not name.startswith(rounded)] == []
@@ -187,6 +195,15 @@ def save_as_one_process(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
         states[name] = optimizer.state_dict()
         save_file(states[name], folder / f"{name}.safetensors")
     return states
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+@pytest.mark.parametrize(("num_rows", "size"), [(64, 1), (128, 1), (32, 3), (4, 32)])
+def test_all_ranks_refuse_scales_that_are_cut_alike(ranks: int, num_rows: int, size: int) -> None:
+    """Also a last rank, whose slice may begin and end with a block where no other one does."""
+    shape = (ranks * num_rows, size)
+    cuts = [Cut(shape, (slice(rank * num_rows, (rank + 1) * num_rows),)) for rank in range(ranks)]
+    assert {cut_of("exp_avg_scale", cut) is None for cut in cuts} == {num_rows * size % 128 != 0}
 
 
 def test_what_does_not_fit_is_refused(folder: Any) -> None:

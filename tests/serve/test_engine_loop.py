@@ -9,7 +9,15 @@ from octavo import LLM, SamplingParams
 from octavo.errors import RequestError
 from octavo.serve.engine import Engine
 from octavo.serve.engine.loop import EngineLoop
-from octavo.serve.engine.request import BusyError, Delta, Phase, RequestInput, RequestState, UnavailableError
+from octavo.serve.engine.request import (
+    BusyError,
+    Delta,
+    LostRankError,
+    Phase,
+    RequestInput,
+    RequestState,
+    UnavailableError,
+)
 from tests.serve.random_models import make_model
 
 WAIT_S = 30.0
@@ -78,6 +86,16 @@ def test_takes_nothing_before_it_is_built_and_after_its_end() -> None:
     for call in (lambda: loop.submit([make_input()]), lambda: loop.run(Engine.reset_prefix_cache), loop.sleep):
         with pytest.raises(UnavailableError, match="stopped"):
             call()
+
+
+def test_a_rank_that_is_lost_at_an_order_ends_the_engine() -> None:
+    def lose(_: Engine) -> None:
+        raise LostRankError("rank 1 was killed by signal 9")
+
+    loop = started(Book())
+    with pytest.raises(LostRankError, match="killed by signal 9"):
+        loop.run(lose).result(WAIT_S)
+    assert loop.join(WAIT_S) and loop.phase is Phase.FAILED
 
 
 def test_all_requests_or_none() -> None:

@@ -3,8 +3,10 @@
 import signal
 import time
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -12,13 +14,14 @@ import torch
 
 from octavo import LLM, SamplingParams, save_model
 from octavo.distributed import pieces
-from octavo.errors import BackendError, CheckpointError, RequestError
+from octavo.errors import BackendError, CheckpointError, LostWeightsError, RequestError
 from octavo.models import Decoder, ModelConfig
 from octavo.models.checkpoint.safetensors_io import SafetensorsReader
 from octavo.nn.live_weights import live_tensors
 from octavo.numerics import Numerics, get_recipe
 from octavo.serve import tensor_updates
 from octavo.serve.engine.request import LostRankError
+from octavo.serve.tensor_worker import Repeater
 from octavo.weights import exchange
 from octavo.weights.manifest import tensor_sha256
 from tests.parallel.test_tensor_parallel import ids, make
@@ -143,6 +146,22 @@ def test_a_failed_update_leaves_the_old_weights(
     refused(CheckpointError, "shape", whole | {NORM: whole[NORM][:1]})
     refused(RequestError, "names with torch tensors", [*whole.items(), "x"])
 
+    # a worker without memory for a tensor says so before the broadcast, in which the first rank would wait for it
+    began = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(tensor_updates.UpdateChannel, "ask", asking_for(1 << 60))
+        refused(BackendError, "tensor-parallel rank 1: .*(alloc|memory)", whole)
+    assert time.monotonic() - began < 30
+
+    # of an update that has ended the worker hears nothing
+    update = llm.engine.begin_update()
+    update.end()
+    with monkeypatch.context() as patch:
+        patch.setattr(tensor_updates.UpdateChannel, "ask", lambda *_, **__: pytest.fail("it was told"))
+        for call in (update.verify, lambda: update.stage(NORM, whole[NORM])):
+            with pytest.raises(RequestError, match="takes nothing more: it was aborted"):
+                call()
+
     copies = []
 
     def fail(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -157,6 +176,34 @@ def test_a_failed_update_leaves_the_old_weights(
         refused(BackendError, "rank 0: no disk.*the old weights are back", whole)
     assert llm.update_weights(new) == begin + 1
     assert answers(llm) == answers(LLM(new, **FP8, **LIMITS))
+
+
+def asking_for(num_bytes: int) -> Any:
+    """UpdateChannel.ask that asks the workers for so much memory."""
+    ask = tensor_updates.UpdateChannel.ask
+
+    def ask_for_more(self: Any, *order: Any, **given: Any) -> Any:
+        return ask(self, *("expect", num_bytes) if order[0] == "expect" else order, **given)
+
+    return ask_for_more
+
+
+def test_a_worker_that_has_lost_its_weights_ends_and_goes_on_after_other_errors() -> None:
+    class Engine:
+        """Fails at each order."""
+
+        def step(self) -> None:
+            raise BackendError("as on the first rank")
+
+        def commit_update(self, *_: Any) -> None:
+            raise LostWeightsError("load the model again")
+
+    first, own = Pipe()
+    engine, updates = cast(Any, Engine()), cast(Any, SimpleNamespace(update=object()))
+    first.send(("step",))
+    first.send(("commit_update", "keep"))
+    with pytest.raises(LostWeightsError):
+        Repeater(engine, updates).run(own)
 
 
 @pytest.mark.parametrize("when", ["stage", pytest.param("commit", marks=pytest.mark.slow)])

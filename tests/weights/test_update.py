@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from octavo.models import Decoder
 from octavo.models.checkpoint.safetensors_io import SafetensorsReader
 from octavo.nn import Linear, live_tensors
 from octavo.weights import exchange
+from octavo.weights.disk import stage_checkpoint
 from octavo.weights.manifest import TensorSpec, tensor_sha256
 from octavo.weights.update import WeightUpdate
 from tests.serve.random_models import make_model
@@ -293,6 +295,50 @@ def test_what_cannot_be_undone_is_said(serving: LLM, new_weights: Tensors, monke
     monkeypatch.setattr(exchange, "_wait_for", fail)
     with pytest.raises(LostWeightsError, match="load the model again"):
         serving.update_weights(new_weights)
+
+
+def test_a_rank_that_lost_its_weights_says_so_whatever_an_earlier_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        """Of a rank 0 whose copies failed too, and were undone."""
+
+        def together(self, work: Callable[[], None]) -> None:
+            try:
+                work()
+            except LostWeightsError as own:
+                raise BackendError("rank 0: no memory") from own
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(exchange, "_wait_for", fail)
+    group: Any = Group()
+    with pytest.raises(LostWeightsError, match="could not be brought back"):
+        exchange.exchange_on_all(group, [(torch.zeros(2), torch.ones(2))])
+
+
+def test_a_staging_that_fails_keeps_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made = make_model("llama", "rowwise"), list[WeightUpdate]()
+
+    def begin(**given: Any) -> WeightUpdate:
+        made.append(WeightUpdate(model, **given))
+        return made[-1]
+
+    def fail(*_: object) -> None:
+        raise OSError("no such disk")
+
+    monkeypatch.setattr(SafetensorsReader, "load", fail)
+    with pytest.raises(OSError, match="no such disk"):
+        stage_checkpoint(model, save(tmp_path / "x"), begin=begin)
+    assert made[0].ended == "it failed: no such disk"
+
+
+def test_an_unknown_policy_is_refused_before_anything_is_staged(serving: LLM) -> None:
+    def unread() -> Any:
+        raise AssertionError("a tensor was asked for")
+        yield
+
+    with pytest.raises(RequestError, match="running must be one of abort, wait, keep, got 'later'"):
+        serving.update_weights(unread(), running="later")  # type: ignore[arg-type]
 
 
 def test_no_page_of_older_weights_is_used_again(serving: LLM, new_weights: Tensors) -> None:

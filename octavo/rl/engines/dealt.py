@@ -6,6 +6,7 @@ Ranks of a tensor-parallel group have a share together, and sample it as one bat
 import dataclasses
 import functools
 import hashlib
+import logging
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -26,6 +27,8 @@ from octavo.rl.engines.protocol import Generation, Prompt, SamplingSpec
 from octavo.serve import LLM
 from octavo.weights.errors import EngineError
 from octavo.weights.refit import RefitReport
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +90,10 @@ class DealtEngine(EmbeddedEngine):
     def generate(self, prompts: Sequence[Prompt], spec: SamplingSpec) -> list[Generation]:
         """See RolloutEngine; every rank returns the completions of all.
 
+        Where ranks sample as one (a cut sampler) and one of them fails alone, out of memory say, the others wait for it
+        within the model: it logs its error, and the job ends after parallel.timeout_s. What fails on all of them is an
+        EngineError.
+
         Raises:
             EngineError: on all ranks, naming the one that could not sample.
             DataError: on all ranks, where they were not given the same prompts.
@@ -115,6 +122,8 @@ class DealtEngine(EmbeddedEngine):
                 found = super().generate(prompts[first:stop], spec)
             except Exception as caught:
                 error = f"{type(caught).__name__}: {caught}"
+                if self._num_sharing > 1:  # the others may never hear of it
+                    logger.error("rank %d could not sample its share of the prompts: %s", self._mesh.rank, error)
             found = _with_numbers(found, array) if place == 0 else []  # the others have the same
             return _Answer(digest, found, error, super().stats(), time.perf_counter() - began)
 

@@ -29,7 +29,7 @@ from octavo.serve.engine.sequence import Sequence
 from octavo.serve.engine.stats import EngineStats
 from octavo.serve.outputs import RequestOutput
 from octavo.serve.sampling_params import SamplingParams
-from octavo.weights.update import POLICIES, RunningPolicy, WeightUpdate
+from octavo.weights.update import RunningPolicy, WeightUpdate, check_policy
 
 T = TypeVar("T")
 
@@ -319,8 +319,7 @@ class Engine:
         return self.replace_weights(update.write, running)
 
     def _check_policy(self, running: RunningPolicy) -> None:
-        if running not in POLICIES:
-            raise RequestError(f"running must be one of {', '.join(POLICIES)}, got {running!r}")
+        check_policy(running)
         if running == "wait" and self.has_unfinished:
             raise RequestError("sequences are unfinished; finish them first, or commit with running='abort' or 'keep'")
 

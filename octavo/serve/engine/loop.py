@@ -398,7 +398,7 @@ def _fulfil(done: "Future[Any]", action: Callable[[], Any]) -> None:
         result = action()
     except Exception as error:
         done.set_exception(error)
-        if isinstance(error, LostWeightsError):
+        if isinstance(error, LostWeightsError | LostRankError):
             raise  # there is nothing left to serve with
     else:
         done.set_result(result)

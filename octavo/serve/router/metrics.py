@@ -33,10 +33,10 @@ class RouterMetrics:
     async def render(self) -> bytes:
         """The text that Prometheus reads; of replicas that answer."""
         listening = [replica for replica in self._fleet.replicas if replica.state not in NOT_ANSWERING]
-        texts = await asyncio.gather(*map(_scrape, listening))
+        scraped = await asyncio.gather(*map(_scrape, listening))
         merged: dict[str, Metric] = {}
-        for replica, text in zip(listening, texts, strict=True):
-            for family in text_string_to_metric_families(text):
+        for replica, families in zip(listening, scraped, strict=True):
+            for family in families:
                 into = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 for sample in family.samples:
                     into.add_sample(sample.name, sample.labels | {"worker": str(replica.index)}, sample.value)
@@ -78,11 +78,11 @@ class _Families:
         return self._families
 
 
-async def _scrape(replica: Replica) -> str:
-    """A replica's text, or "" where it gives none."""
+async def _scrape(replica: Replica) -> list[Metric]:
+    """A replica's metrics, or [] where it gives none that can be read."""
     try:
         status, body = await fetch(replica.port, Request(b"GET", b"/metrics"), SCRAPE_S)
-    except (UnreachableError, LostReplicaError, OSError) as error:
+        return [*text_string_to_metric_families(body.decode())] if status == 200 else []
+    except (UnreachableError, LostReplicaError, OSError, ValueError, LookupError) as error:  # the last two of parsing
         logger.warning("replica %d gave no metrics: %s", replica.index, error)
-        return ""
-    return body.decode() if status == 200 else ""
+        return []

@@ -9,7 +9,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from octavo.serve.engine.request import UnavailableError
 from octavo.serve.http.answer import event_of, unless_disconnected
-from octavo.serve.http.body import read_bytes
+from octavo.serve.http.body import check_json, read_bytes
 from octavo.serve.http.config import ServerConfig
 from octavo.serve.http.errors import BUSY_RETRY_S, ApiError
 from octavo.serve.http.service import check_key
@@ -25,8 +25,8 @@ _OF_A_CONNECTION = frozenset(
         *(b"expect", b"date", b"server"),
     )
 )
-# upstream.Exchange says them itself
-_OF_A_REQUEST = frozenset((b"host", b"content-length"))
+# said by the router alone: upstream.Exchange, and _of_its_client, for a replica believes the router
+_OF_A_REQUEST = frozenset((b"content-length", b"x-forwarded-for", b"x-forwarded-proto"))
 # other routes have no body, and what is sent to them is not read
 _WITH_BODY = frozenset(("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"))
 _EVENT_END = b"\n\n"
@@ -49,7 +49,7 @@ class Proxy:
         """Answer a request.
 
         Raises:
-            ApiError: before anything was sent: 401, 408, 413, or 502 for a replica that ended.
+            ApiError: before anything was sent: 401, 408, 413, 415, or 502 for a replica that ended.
             UnavailableError: no replica takes requests.
             ClientDisconnect: the client has gone, before anything was sent; what a replica did for it is ended.
         """
@@ -58,9 +58,10 @@ class Proxy:
         body = b""
         if scope["method"] == "POST" and scope["path"] in _WITH_BODY:
             check_key(client, self._config.api_keys)
+            check_json(client)  # a replica refuses it too, unread, and would cut the connection of a large one
             body = await read_bytes(client, self._config)
         headers = [(name, value) for name, value in _passed_on(scope["headers"]) if name not in _OF_A_REQUEST]
-        request = Request(scope["method"].encode(), target, headers, body)
+        request = Request(scope["method"].encode(), target, headers + _of_its_client(scope), body)
         has_begun = False
 
         async def send_on(message: Message) -> None:
@@ -84,7 +85,8 @@ class Proxy:
                         await _pass_on(replica, sent, send)
                 return
             except UnreachableError:  # it has just ended; nothing was sent, so another one can have the request
-                replica.state = "silent"
+                if replica.is_ready:  # else it is known meanwhile what became of it
+                    replica.state = "silent"
             except LostReplicaError as error:
                 raise _lost(replica, error) from error
             except OSError as error:
@@ -134,6 +136,12 @@ async def _whole_events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 def _passed_on(headers: Headers) -> list[tuple[bytes, bytes]]:
     return [(name, value) for name, value in headers if name not in _OF_A_CONNECTION]
+
+
+def _of_its_client(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """Who asks, and whether over TLS: of the connection, or of a proxy that uvicorn trusts."""
+    client = [(b"x-forwarded-for", scope["client"][0].encode())] if scope.get("client") else []
+    return [(b"x-forwarded-proto", scope["scheme"].encode()), *client]
 
 
 def _lost(replica: Replica, error: LostReplicaError) -> ApiError:

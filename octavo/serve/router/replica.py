@@ -154,7 +154,8 @@ class Replica:
         return self.exit_code
 
     async def _start(self) -> Process:
-        environment = child_environment(**({} if self._devices is None else {"CUDA_VISIBLE_DEVICES": self._devices}))
+        changes = {} if self._devices is None else {"CUDA_VISIBLE_DEVICES": self._devices}
+        changes["FORWARDED_ALLOW_IPS"] = "127.0.0.1"  # uvicorn's: the router says who a client is, and is believed
         with contextlib.closing(bind("127.0.0.1", 0)) as listener:
             self.port = listener.getsockname()[1]
             arguments = [str(each) for each in (self.index, listener.fileno(), os.getpid())]
@@ -162,7 +163,7 @@ class Replica:
                 *(sys.executable, "-m", "octavo.serve.router.replica_process", *arguments),
                 stdin=PIPE,
                 pass_fds=(listener.fileno(),),
-                env=environment,
+                env=child_environment(**changes),
                 start_new_session=True,  # Ctrl-C in a terminal is for the router, which lets its replicas finish
             )
         assert process.stdin is not None, "it is a pipe"
@@ -197,7 +198,8 @@ class Replica:
         except UnreachableError:
             return "starting" if self._ready_since is None else "silent"
         except (LostReplicaError, ValueError, TypeError, KeyError) as error:
-            logger.warning("replica %d gave no answer at /ready: %s", self.index, error or type(error).__name__)
+            if self.state != "silent":  # else it was said
+                logger.warning("replica %d gave no answer at /ready: %s", self.index, error or type(error).__name__)
             return "silent"
         except OSError as error:  # the router lacks something, which says nothing of the replica
             logger.error("replica %d cannot be asked: %s", self.index, error)

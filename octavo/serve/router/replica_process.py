@@ -10,14 +10,14 @@ import socket
 import sys
 import threading
 
-from octavo.errors import OctavoError
+from octavo.errors import BackendError, OctavoError
 from octavo.serve.http.server import serve_at
 from octavo.serve.router.replica import USAGE_ERROR
 from octavo.serve.tensor_worker import follow
 
 
 def main(arguments: list[str]) -> int:
-    """Serve; the exit code."""
+    """Serve; the exit code: USAGE_ERROR where another start would end alike."""
     index, fd, parent = map(int, arguments)
     threading.Thread(target=follow, args=(parent,), daemon=True).start()
     form = f"%(asctime)s replica {index} %(levelname)s %(name)s: %(message)s"
@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
         return serve_at(socket.socket(fileno=fd), build_engine, config, ends_with_engine=True)
     except OctavoError as error:
         print(f"error: replica {index}: {error}", file=sys.stderr)
-        return USAGE_ERROR
+        return 1 if isinstance(error, BackendError) else USAGE_ERROR
 
 
 if __name__ == "__main__":

@@ -42,16 +42,18 @@ def run_router(
         build_engine: run_server's, for each replica; it can be pickled.
         devices: see split_devices; one a replica.
     Returns:
-        The exit code: 0 if every admitted request had its due end, else 1.
+        The exit code: 0 if at the end every request in flight had its due end, and every ready replica too, else 1.
+        Requests that were lost with a replica before are counted in the log alone.
     Raises:
         ConfigError: the address cannot be had.
-        BackendError: a replica could not be started at all.
+        BackendError: a replica could not be started at all, for what it said on standard error.
     """
     listener = bind(host, port)
     announce(listener, host, config)
     _raise_open_files()
     balance = Balance(len(devices))
-    order = (build_engine, dataclasses.replace(config, access_log=False))  # a request is logged once, here
+    # a request is logged once, here, and a client that does not send it whole is cut off here
+    order = (build_engine, dataclasses.replace(config, access_log=False, max_unfinished=OPEN_FILES))
     replicas = [Replica(index, order, each, balance.forget) for index, each in enumerate(devices)]
     fleet = Fleet(replicas, balance)
     server = RouterServer(settings_of(build_router_app(fleet, config), config), fleet, config.drain_timeout_s)
@@ -127,6 +129,16 @@ class RouterServer(StoppableServer):
         return await super().on_tick(counter) or self._fleet.error is not None
 
     async def _finish(self) -> None:
+        """Drain; the server ends whatever happens."""
+        try:
+            await self._end_replicas()
+        except Exception:
+            logger.exception("the drain failed; what is left is ended at once")
+            self.was_cut_short = True
+        finally:
+            self.should_exit = True
+
+    async def _end_replicas(self) -> None:
         """Let requests end, then the replicas; what does not end in time is ended."""
         fleet = self._fleet
         with contextlib.suppress(TimeoutError):
@@ -145,4 +157,3 @@ class RouterServer(StoppableServer):
             logger.error("replicas have not ended in %g s and are killed", END_S + FLUSH_S)
             self.was_cut_short = True
         self.was_cut_short |= any(replica.exit_code for replica in were_ready)
-        self.should_exit = True

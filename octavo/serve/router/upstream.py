@@ -26,7 +26,7 @@ class LostReplicaError(Exception):
 
 
 class Request(NamedTuple):
-    """A request. target: path and query. headers: without host, length, and those of a connection."""
+    """A request. target: path and query. headers: without length, and those of a connection."""
 
     method: bytes
     target: bytes
@@ -51,7 +51,9 @@ class Exchange:
 
     async def begin(self, request: Request) -> None:
         """Send the request and read the answer's head."""
-        own = [(b"host", b"127.0.0.1"), (b"content-length", str(len(request.body)).encode()), (b"connection", b"close")]
+        own = [(b"content-length", str(len(request.body)).encode()), (b"connection", b"close")]
+        if all(name != b"host" for name, _ in request.headers):  # the client's, which redirects are made of
+            own.append((b"host", b"127.0.0.1"))
         head = h11.Request(method=request.method, target=request.target, headers=[*request.headers, *own])
         for event in (head, h11.Data(data=request.body), h11.EndOfMessage()):
             self._writer.write(self._connection.send(event) or b"")
@@ -83,7 +85,7 @@ async def exchange(port: int, request: Request) -> AsyncIterator[Exchange]:
     """Send a request; leaving the block resets the connection, which ends at once what the replica does for it.
 
     Raises:
-        UnreachableError: nobody listens.
+        UnreachableError: no process listens there.
         LostReplicaError: at the start, or within the block.
         OSError: this process has no socket left.
     """
@@ -91,9 +93,9 @@ async def exchange(port: int, request: Request) -> AsyncIterator[Exchange]:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=_PART_BYTES)
     except ConnectionError as error:
         raise UnreachableError(str(error)) from error
-    # a close without it tells a replica nothing until it sends something
-    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
     try:
+        # a close without it tells a replica nothing until it sends something
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         sent = Exchange(reader, writer)
         await sent.begin(request)
         yield sent
@@ -105,7 +107,7 @@ async def fetch(port: int, request: Request, timeout_s: float) -> tuple[int, byt
     """Status and body of a whole answer.
 
     Raises:
-        UnreachableError: nobody listens.
+        UnreachableError: no process listens there.
         LostReplicaError: no HTTP answer, or none in time.
         OSError: as exchange.
     """

@@ -103,6 +103,7 @@ class Client:
         self, method: str = "POST", path: str = "/v1/completions", body: bytes = b'{"prompt": "a"}', **headers: str
     ) -> None:
         """Until the app returns."""
+        headers = {"content_type": "application/json", **headers}
         lines = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
         scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b""}
         scope |= {"headers": lines, "http_version": "1.1", "scheme": "http", "root_path": "", "client": ("1.2.3.4", 5)}

@@ -1,14 +1,20 @@
 """What a client gets of a replica's answer, and of a replica that ends."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Coroutine
 from typing import Any
 
+import httpx
 import pytest
 
 from octavo.serve.http.errors import BUSY_RETRY_S
-from tests.serve.router.stubs import EVENT, STREAM, Answer, Client, chunk, fleet_of, raw, whole
+from octavo.serve.router import upstream
+from octavo.serve.router.balance import Balance
+from octavo.serve.router.fleet import Fleet
+from tests.serve.http.running import running
+from tests.serve.router.stubs import EVENT, STREAM, Answer, Client, chunk, fleet_of, raw, replica_at, whole
 
 LOST = "replica 0 ended while it worked on this request; send it again"
 
@@ -34,18 +40,46 @@ def test_an_answer_comes_as_the_replica_gave_it() -> None:
 
 
 def test_what_the_replica_gets() -> None:
-    seen: list[bytes] = []
+    seen: list[dict[bytes, bytes]] = []
 
     async def keep(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        seen.append(await reader.readexactly(15))
+        _, *lines = (await reader.readuntil(b"\r\n\r\n")).removesuffix(b"\r\n\r\n").split(b"\r\n")
+        seen.append(dict(line.lower().split(b": ") for line in lines) | {b"body": await reader.readexactly(15)})
         await whole(200, {})(reader, writer)
+        writer.close()
 
     async def test() -> None:
-        async with fleet_of(keep) as fleet:
-            await Client(fleet).answer(host="me", authorization="Bearer k", te="trailers", content_length="99")
-            assert seen == [b'{"prompt": "a"}']
+        async with await asyncio.start_server(keep, "127.0.0.1", 0) as server:
+            fleet = Fleet([replica_at(server.sockets[0].getsockname()[1])], Balance(1))
+            sent = {"authorization": "bearer k", "te": "trailers", "content_length": "99"}
+            forged = {"x_forwarded_for": "6.6.6.6", "x_forwarded_proto": "https"}
+            for own, host in (({"host": "me:80"}, b"me:80"), ({}, b"127.0.0.1")):
+                await Client(fleet).answer(**sent, **forged, **own)
+                assert seen.pop() == {
+                    b"content-type": b"application/json",
+                    b"authorization": b"bearer k",
+                    b"x-forwarded-proto": b"http",
+                    b"x-forwarded-for": b"1.2.3.4",  # of the connection to the router
+                    b"host": host,
+                    b"content-length": b"15",
+                    b"connection": b"close",
+                    b"body": b'{"prompt": "a"}',
+                }
 
     run(test())
+
+
+def test_redirects_and_wrong_methods_are_those_of_a_single_server() -> None:
+    async def ask(port: int, path: str) -> tuple[int, dict[str, str], bytes]:
+        return await Client(Fleet([replica_at(port)], Balance(1))).answer("POST", path, host="octavo.example:8000")
+
+    with running() as server:
+        port = httpx.URL(server.url).port or 0
+        status, headers, _ = asyncio.run(ask(port, "/v1/completions/"))
+        assert (status, headers["location"]) == (307, "http://octavo.example:8000/v1/completions")
+        for path in ("/health", "/v1/models"):  # the router's own route, and the replica's
+            status, headers, body = asyncio.run(ask(port, path))
+            assert (status, headers["allow"], json.loads(body)["error"]["param"]) == (405, "GET", None)
 
 
 def test_events_are_passed_on_as_they_come() -> None:
@@ -102,7 +136,9 @@ def test_an_answer_that_is_lost_is_a_502(answer: Answer) -> None:
             status, headers, body = await Client(fleet).answer()
             assert (status, json.loads(body)["error"]["message"]) == (502, LOST)
             assert headers["retry-after"] == str(BUSY_RETRY_S)
-            assert [replica.num_routed for replica in fleet.replicas][1] == 0  # it may have begun: nobody else does it
+            assert [replica.num_routed for replica in fleet.replicas][
+                1
+            ] == 0  # it may have begun, so no other one does it
             assert fleet.replicas[0].num_failures == 1
 
     run(test())
@@ -119,7 +155,7 @@ def test_half_a_whole_answer_is_never_ended_as_if_it_were_whole() -> None:
     run(test())
 
 
-def test_a_request_that_reached_nobody_goes_to_another_replica() -> None:
+def test_a_request_that_reached_no_replica_goes_to_another_replica() -> None:
     async def test() -> None:
         async with fleet_of(None, whole(200, {"from": 1})) as fleet:
             assert (await Client(fleet).answer())[2] == b'{"from": 1}'
@@ -128,6 +164,39 @@ def test_a_request_that_reached_nobody_goes_to_another_replica() -> None:
             status, headers, body = await Client(fleet).answer()
             assert status == 503 and "retry-after" in headers
             assert "no replica takes requests (0 is silent, 1 is silent)" in json.loads(body)["error"]["message"]
+
+    run(test())
+
+
+def test_a_replica_that_ended_meanwhile_is_not_called_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with fleet_of(None) as fleet:
+
+            async def fail(*_: object, **__: object) -> None:
+                fleet.replicas[0].state = "ended"
+                raise ConnectionRefusedError
+
+            monkeypatch.setattr(asyncio, "open_connection", fail)
+            assert b"(0 is ended)" in (await Client(fleet).answer())[2]
+
+    run(test())
+
+
+def test_a_connection_that_cannot_be_set_up_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        is_over.set()
+        writer.close()
+
+    async def test() -> None:
+        monkeypatch.setattr(upstream, "_NO_LINGER", b"short")  # which the kernel refuses
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            with pytest.raises(OSError, match="Invalid argument"):
+                await upstream.fetch(server.sockets[0].getsockname()[1], upstream.Request(b"GET", b"/"), 5)
+            await is_over.wait()
 
     run(test())
 
@@ -203,6 +272,9 @@ def test_a_request_without_a_key_is_refused_before_its_body_is_read() -> None:
             assert (await client.answer(authorization="Bearer wrong"))[0] == 401 and client.num_read == 0
             assert (await client.answer(authorization="Bearer k"))[0] == 200
             assert (await Client(fleet, max_body_bytes=1024).answer(body=b"a" * 1025))[0] == 413
+            client = Client(fleet)  # a replica would cut the connection of a body that it does not read
+            status, _, body = await client.answer(content_type="text/plain")
+            assert (status, client.num_read) == (415, 0) and b"must be application/json, got 'text/plain'" in body
 
     run(test())
 
@@ -248,7 +320,8 @@ def test_metrics_of_all_replicas_and_of_the_router() -> None:
         return raw(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
 
     async def test() -> None:
-        async with fleet_of(of(3), None, of(4)) as fleet:
+        damaged = raw(b'HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\nx{a="b ')
+        async with fleet_of(of(3), None, of(4), damaged) as fleet:
             status, _, body = await Client(fleet).answer("GET", "/metrics")
             lines = body.decode().splitlines()
             assert status == 200 and lines.count("# TYPE vllm:x_total counter") == 1

@@ -2,17 +2,25 @@
 
 import asyncio
 import functools
+import io
+import os
+import pickle
+import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from octavo.errors import BackendError, ConfigError
+from octavo.errors import BackendError, ConfigError, OctavoError
 from octavo.models.device import check_device
 from octavo.serve.http.config import ServerConfig
+from octavo.serve.http.server import bind, settings_of
 from octavo.serve.router import replica as module
-from octavo.serve.router import split_devices
+from octavo.serve.router import replica_process, router, split_devices
+from octavo.serve.router.app import build_router_app
 from octavo.serve.router.replica import Backoff, Replica
-from tests.serve.router.stubs import Answer, build_nothing, listening, raw, replica_at, whole
+from octavo.serve.router.router import RouterServer
+from tests.serve.router.stubs import Answer, build_nothing, fleet_of, listening, raw, replica_at, whole
 
 SERVING = {"status": "serving"}
 
@@ -54,6 +62,17 @@ def test_what_a_replica_says_of_itself(answer: Answer, state: str) -> None:
             return await replica_at(port)._look()
 
     assert asyncio.run(look()) == state
+
+
+def test_silence_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def watch() -> None:
+        async with listening(raw()) as port:
+            replica = replica_at(port)
+            for _ in range(3):
+                replica.state = await replica._look()
+
+    asyncio.run(watch())
+    assert caplog.text.count("gave no answer at /ready") == 1
 
 
 def test_one_that_does_not_answer_is_silent_and_one_that_does_not_listen_yet_starts(
@@ -113,6 +132,56 @@ def test_what_a_user_has_to_correct_ends_it_for_good(capfd: pytest.CaptureFixtur
     with pytest.raises(BackendError, match="replica 3 could not start"):
         asyncio.run(Replica(3, (build, ServerConfig(("m",)))).run())
     assert "error: replica 3: device must be 'cpu', 'cuda' or 'cuda:N', got 'tpu9'" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "code"), [(BackendError("no memory"), 1), (ConfigError("no such device"), 2)])
+def test_the_exit_code_says_whether_another_start_may_help(
+    error: OctavoError, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(listener: socket.socket, *_: object, **__: object) -> None:
+        listener.close()
+        raise error
+
+    order = SimpleNamespace(buffer=io.BytesIO(pickle.dumps((build_nothing, ServerConfig(("m",))))))
+    monkeypatch.setattr(replica_process, "follow", lambda _: None)
+    monkeypatch.setattr(replica_process, "serve_at", fail)
+    monkeypatch.setattr(replica_process.sys, "stdin", order)
+    with bind("127.0.0.1", 0) as listener:
+        assert replica_process.main(["3", str(os.dup(listener.fileno())), str(os.getppid())]) == code
+    assert capsys.readouterr().err == f"error: replica 3: {error}\n"
+
+
+def test_what_a_router_keeps_from_its_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They log no requests a second time, and cut off none that is on its way to them."""
+    orders: list[ServerConfig] = []
+
+    def make(index: int, order: Any, *given: Any) -> Replica:
+        orders.append(order[1])
+        return Replica(index, order, *given)
+
+    async def end_at_once(*_: object, **__: object) -> None:
+        """In the place of serve."""
+
+    monkeypatch.setattr(router, "Replica", make)
+    monkeypatch.setattr(router, "_raise_open_files", lambda: None)
+    monkeypatch.setattr(RouterServer, "serve", end_at_once)
+    given = ServerConfig(("m",), access_log=True, max_unfinished=3, max_num_waiting=5)
+    build: Any = build_nothing
+    assert router.run_router(build, given, port=0, devices=[None]) == 0
+    assert orders == [ServerConfig(("m",), max_unfinished=router.OPEN_FILES, max_num_waiting=5)]
+
+
+def test_a_drain_that_fails_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def end() -> RouterServer:
+        async with fleet_of(whole(200, SERVING)) as fleet:
+            config = ServerConfig(("m",))
+            server = RouterServer(settings_of(build_router_app(fleet, config), config), fleet, 1.0)
+            monkeypatch.setattr(fleet.replicas[0], "stop", lambda: 1 / 0)
+            await server._finish()
+            return server
+
+    server = asyncio.run(end())
+    assert server.should_exit and server.was_cut_short
 
 
 def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,14 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from octavo import LLM, SamplingParams, save_model
 from octavo.distributed import local_job
-from octavo.errors import ConfigError, RecipeError, ShapeError
+from octavo.errors import BackendError, ConfigError, RecipeError, ShapeError
 from octavo.models import Decoder, ModelConfig
 from octavo.serve.engine.request import LostRankError
+from octavo.serve.tensor_workers import TensorParallel, TensorWorkers
 from tests.parallel.test_tensor_parallel import ids, make
 from tests.serve.http.running import VOCAB, byte_tokenizer
 from tests.serve.http.test_chaos import served
@@ -102,6 +104,35 @@ def test_a_rank_that_is_killed_ends_all_requests(llm: LLM, when: str) -> None:
     assert not llm.engine.has_unfinished
     with pytest.raises(LostRankError, match="was killed by signal 9"):
         llm.generate([[1, 2]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["wait_until_loaded", "join"])
+def test_a_rank_that_is_killed_at_the_start_is_one_error(
+    checkpoint: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_job, "_TIMEOUT", local_job._TIMEOUT / 15)
+    real = getattr(TensorWorkers, step)
+
+    def kill(workers: TensorWorkers) -> Any:
+        workers._processes[0].kill()
+        workers._processes[0].wait()
+        return real(workers)
+
+    monkeypatch.setattr(TensorWorkers, step, kill)
+    with pytest.raises(BackendError, match=r"^tensor-parallel rank 1.* was killed by signal 9"):
+        LLM(checkpoint, tensor_parallel_size=2, **FP8, **LIMITS)
+    assert not local_job.dist.is_initialized()
+
+
+def test_more_ranks_than_gpus_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for device in ("cuda", "cuda:0"):
+        TensorParallel(2).check(torch.device(device))
+        with pytest.raises(ConfigError, match="tensor_parallel_size=3 takes a GPU a rank, and torch sees 2; lower it"):
+            TensorParallel(3).check(torch.device(device))
+    with pytest.raises(ConfigError, match="ranks take GPUs 0 to 1, got device='cuda:1'"):
+        TensorParallel(2).check(torch.device("cuda:1"))
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it by a star
+from torch.distributed.rendezvous import rendezvous
 
 from octavo.distributed.tensor_group import TensorGroup
 from octavo.errors import ConfigError
@@ -45,6 +46,12 @@ def new_host_group() -> Any:
 def connect(port: int) -> TCPStore:
     """The store of rank 0."""
     return TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT)
+
+
+def launchers_store() -> Any:
+    """torchrun's, for ranks that do not become a job."""
+    store, _, _ = next(rendezvous("env://", timeout=_TIMEOUT))
+    return store
 
 
 def leave() -> None:

@@ -15,11 +15,13 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams, save_model
+from octavo.cli.ranks import torchrun
 from octavo.distributed import local_job
 from octavo.errors import BackendError, ConfigError, RecipeError, ShapeError
 from octavo.models import Decoder, ModelConfig
 from octavo.serve.engine.request import LostRankError
 from octavo.serve.tensor_workers import TensorParallel, TensorWorkers
+from tests.conftest import RunOctavo
 from tests.parallel.test_tensor_parallel import ids, make
 from tests.serve.http.running import VOCAB, byte_tokenizer
 from tests.serve.http.test_chaos import served
@@ -216,6 +218,30 @@ def test_a_server_of_two_ranks(checkpoint: Path) -> None:
             httpx.post(f"{two.url}/v1/completions", json=body, timeout=30)
         assert httpx.get(f"{two.url}/health").status_code == 503
         assert any("was killed by signal 9" in line for line in two.log)
+
+
+@pytest.mark.slow
+def test_a_server_of_two_ranks_under_torchrun(checkpoint: Path) -> None:
+    options = ("--port", "0", "--device", "cpu", "--tensor-parallel-size", "2")
+    with served(str(checkpoint), *options, octavo=torchrun(2, "octavo")) as two:
+        two.wait_until_ready()
+        body = {"prompt": "so it is", "max_tokens": 4, "ignore_eos": True}
+        answer = httpx.post(f"{two.url}/v1/completions", json=body, timeout=30).json()
+        assert answer["usage"]["completion_tokens"] == 4
+        two.popen.send_signal(signal.SIGTERM)
+        _, log = two.end()  # torchrun counts a signal as a failure
+    assert log.count("listening at") == 1 and "2 tensor-parallel ranks" in log
+    assert "1 requests admitted; sequences ended: 0 stop, 1 length, 0 abort, 0 error; 0 open" in log
+
+
+@pytest.mark.parametrize(("rank", "local_rank", "size"), [(0, 0, 3), (2, 0, 2)])
+def test_torchruns_ranks_that_are_not_the_servers_are_one_error(
+    checkpoint: Path, rank: int, local_rank: int, size: int, monkeypatch: pytest.MonkeyPatch, run_octavo: RunOctavo
+) -> None:
+    for name, value in {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": size}.items():
+        monkeypatch.setenv(name, str(value))
+    ended = run_octavo("serve", checkpoint, "--device", "cpu", "--tensor-parallel-size", "2")
+    assert ended.code == 2 and "starts its 2 ranks itself, on one host" in ended.err and ended.err.count("\n") == 1
 
 
 def children(pid: int) -> list[int]:

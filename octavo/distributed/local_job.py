@@ -9,6 +9,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch ex
 from torch.distributed.rendezvous import rendezvous
 
 from octavo.distributed.tensor_group import TensorGroup
+from octavo.distributed.torch_private import forget_group_names
 from octavo.errors import ConfigError
 
 _TIMEOUT = datetime.timedelta(seconds=60)
@@ -58,3 +59,5 @@ def leave() -> None:
     """Forget the job, whatever became of the others."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    else:  # a rank was lost as they met
+        forget_group_names()

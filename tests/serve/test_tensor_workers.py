@@ -125,6 +125,9 @@ def test_a_rank_that_is_killed_at_the_start_is_one_error(
     with pytest.raises(BackendError, match=r"^tensor-parallel rank 1.* was killed by signal 9"):
         LLM(checkpoint, tensor_parallel_size=2, **FP8, **LIMITS)
     assert not local_job.dist.is_initialized()
+    monkeypatch.undo()
+    again = LLM(checkpoint, tensor_parallel_size=2, **FP8, **LIMITS)  # the next one starts
+    again.engine.workers.close()  # type: ignore[attr-defined]
 
 
 def test_more_ranks_than_gpus_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +196,13 @@ def test_a_server_of_two_ranks(checkpoint: Path) -> None:
             "so it is", SamplingParams(max_tokens=8, temperature=0)
         )
         assert text == expected.outputs[0].text
-        two.popen.send_signal(signal.SIGTERM)
+        long = body | {"max_tokens": 60, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{two.url}/v1/completions", json=long, timeout=30) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            two.popen.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert '"finish_reason":"length"' in "".join(rest) and rest[-1] == "data: [DONE]"
         code, log = two.end()
         assert code == 0 and "2 tensor-parallel ranks" in log
     with served(str(checkpoint), *options) as two:

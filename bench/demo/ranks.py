@@ -1,7 +1,8 @@
 """`octavo demo --ranks N`: sharded training and RL on several ranks of this machine, each compared with one process.
 
-Train in one process; train the same on N ranks, kill one of them on the way, and go on in one process; then RL in exact
-FP8, in one process and on N ranks. What must be equal is compared in every bit.
+Train in one process; train the same on N ranks, kill one of them on the way, and go on in one process; sample from the
+trained model in one process and cut among N ranks; then RL in exact FP8, in one process and on N ranks. What must be
+equal is compared in every bit.
 """
 
 import dataclasses
@@ -18,10 +19,13 @@ from typing import Any
 from rich.table import Table
 
 from bench.demo.display import Display
+from bench.demo.sampling import PROMPTS
 from octavo.cli.ranks import torchrun
 from octavo.env import child_environment
 from octavo.errors import OctavoError
 from octavo.run.metrics import METRICS_FILE, Row, read_metrics, read_rows
+from octavo.serve import LLM, SamplingParams
+from octavo.serve.tensor_workers import LeadingEngine
 
 _STEPS, _KILL_AFTER, _EVERY = 24, 13, 4
 _LIMIT_S = 300.0
@@ -33,8 +37,8 @@ _TRAIN = """
 hidden_size = 128
 intermediate_size = 256
 num_hidden_layers = 2
-num_attention_heads = 2
-num_key_value_heads = 1
+num_attention_heads = 8  # so that up to 8 ranks cut them
+num_key_value_heads = 2
 
 [data]
 max_bytes = 2_000_000
@@ -135,15 +139,17 @@ def run_ranks_demo(num_ranks: int, out: Path, seed: int, display: Display) -> bo
     began = time.monotonic()
     for name, text in (("train.toml", _TRAIN), ("rl.toml", _RL)):
         (out / name).write_text(text.format(out=out, every=_EVERY, steps=_STEPS, seed=seed), encoding="utf-8")
-    display.stage(1, 3, "Train in FP8 in one process")
+    display.stage(1, 4, "Train in FP8 in one process")
     _octavo(1, "train", out / "train.toml", out / "one")
-    display.stage(2, 3, f"Train the same on {num_ranks} ranks, kill one of them, go on in one process")
+    display.stage(2, 4, f"Train the same on {num_ranks} ranks, kill one of them, go on in one process")
     num_done = _train_and_kill(num_ranks, out)
     _octavo(1, "train", out / "train.toml", out / "ranks")
-    display.stage(3, 3, f"Reinforce in exact FP8, in one process and on {num_ranks} ranks")
+    display.stage(3, 4, f"Sample in one process and cut among {num_ranks} ranks")
+    sampled = _compare_samples(out / "one", num_ranks, seed)
+    display.stage(4, 4, f"Reinforce in exact FP8, in one process and on {num_ranks} ranks")
     _octavo(1, "rl", out / "rl.toml", out / "rl-one")
     _octavo(num_ranks, "rl", out / "rl.toml", out / "rl-ranks")
-    found = [*_compare_training(out, num_ranks, num_done), *_compare_rl(out)]
+    found = [*_compare_training(out, num_ranks, num_done), sampled, *_compare_rl(out)]
     seconds = time.monotonic() - began
     _print(found, num_ranks, seconds, display)
     rows = [dataclasses.asdict(each) for each in found]
@@ -220,6 +226,25 @@ def _compare_training(out: Path, num_ranks: int, num_done: int) -> Iterator[Comp
 def _numbers(metrics: Path) -> list[list[float | None]]:
     rows: list[Row] = read_metrics(metrics)
     return [[row.step, row.loss, row.lr, row.grad_norm, row.val_loss] for row in rows]
+
+
+def _compare_samples(model: Path, num_ranks: int, seed: int) -> Comparison:
+    """Sample from a trained model in one process, then with its linears cut among the ranks."""
+    one, cut = (_sample(model, size, seed) for size in (1, num_ranks))
+    num_tokens = sum(len(token_ids) for token_ids, _ in one)
+    detail = f"{num_tokens} tokens, linears cut among {num_ranks} ranks, FP8 KV cache"
+    return Comparison("sampling: tokens and logprobs", detail, num_tokens > 0 and one == cut)
+
+
+def _sample(model: Path, num_ranks: int, seed: int) -> list[tuple[list[int], list[float]]]:
+    """Token ids and their logprobs, of each prompt."""
+    # rowwise: 128 columns are too few for a block a rank
+    numerics: dict[str, Any] = {"quantization": "rowwise", "kv_cache_dtype": "fp8", "exact": True, "device": "cpu"}
+    llm = LLM(model, **numerics, seed=seed, tensor_parallel_size=num_ranks)
+    outputs = [each.outputs[0] for each in llm.generate(list(PROMPTS), SamplingParams(max_tokens=32, logprobs=0))]
+    if isinstance(llm.engine, LeadingEngine):
+        llm.engine.workers.close()
+    return [(each.token_ids, each.logprobs.sampled) for each in outputs if each.logprobs is not None]
 
 
 def _compare_rl(out: Path) -> Iterator[Comparison]:

@@ -11,6 +11,7 @@ import typer
 
 from octavo.cli import serve_options as options
 from octavo.cli.checkpoint_folder import Checkpoint
+from octavo.cli.ranks import on_first_rank
 from octavo.env import admin_key_from_env, api_key_from_env
 from octavo.errors import BackendError, ConfigError, install_extra
 from octavo.models import ModelConfig
@@ -104,12 +105,13 @@ def command(
     asked = Asked(model, tokenizer, how, limits, warm_up, kv_scale_margin, chat_template, dtype)
     asked = dataclasses.replace(asked, tensor_parallel=(tensor_parallel_size, tensor_parallel_mode))
     asked.check()  # before anybody is told that something listens, and before minutes of loading
-    if data_parallel_size > 1:
-        from octavo.serve.router import run_router, split_devices
+    with on_first_rank(tensor_parallel_size * data_parallel_size):
+        if data_parallel_size > 1:
+            from octavo.serve.router import run_router, split_devices
 
-        devices = split_devices(data_parallel_size, tensor_parallel_size, chosen_device(device))
-        raise typer.Exit(run_router(asked.build, config, host, port, devices=devices))
-    raise typer.Exit(run_server(asked.build, config, host, port))
+            devices = split_devices(data_parallel_size, tensor_parallel_size, chosen_device(device))
+            raise typer.Exit(run_router(asked.build, config, host, port, devices=devices))
+        raise typer.Exit(run_server(asked.build, config, host, port))
 
 
 def default_name(model: Path) -> str:

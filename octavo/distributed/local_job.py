@@ -6,8 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it by a star
+from torch.distributed.rendezvous import rendezvous
 
 from octavo.distributed.tensor_group import TensorGroup
+from octavo.distributed.torch_private import forget_group_names
 from octavo.errors import ConfigError
 
 _TIMEOUT = datetime.timedelta(seconds=60)
@@ -47,7 +49,15 @@ def connect(port: int) -> TCPStore:
     return TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT)
 
 
+def launchers_store() -> Any:
+    """torchrun's, for ranks that do not become a job."""
+    store, _, _ = next(rendezvous("env://", timeout=_TIMEOUT))
+    return store
+
+
 def leave() -> None:
     """Forget the job, whatever became of the others."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    else:  # a rank was lost as they met
+        forget_group_names()

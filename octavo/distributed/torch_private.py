@@ -96,3 +96,10 @@ def default_store() -> Any:
 def set_timeout(limit: timedelta, group: Any) -> None:
     """How long a process group's collectives wait; new groups have a default of torch's own."""
     dist.distributed_c10d._set_pg_timeout(limit, group)
+
+
+def forget_group_names() -> None:
+    """Count process groups from 0 again, as destroy_process_group does, after a failed init_process_group too: ranks
+    meet under that number.
+    """
+    dist.distributed_c10d._world.group_count = 0

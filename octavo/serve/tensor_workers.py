@@ -199,7 +199,7 @@ class TensorWorkers:
     def _receive(self, rank: int, end: Connection) -> tuple[str, str]:
         try:
             return end.recv()  # type: ignore[no-any-return]
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # the latter where it has not read its order
             return "failed", f"it {_how(self._processes[rank - 1].wait())} while it loaded the checkpoint"
 
 
@@ -227,9 +227,13 @@ class LeadingEngine(Engine):
             report = parallelize(model, workers.join(), mode=order.parallel.mode)
             logger.info("%d tensor-parallel ranks: %s", order.parallel.size, report)
             engine = cls(model, tokenizer, order.config, order.eos_ids)
-        except BaseException:
-            workers.close()
-            raise
+        except BaseException as error:
+            try:
+                if isinstance(error, RuntimeError) and not isinstance(error, OctavoError):  # of a collective
+                    workers.raise_if_lost(error)
+                raise
+            finally:
+                workers.close()
         engine.workers = workers
         return engine
 

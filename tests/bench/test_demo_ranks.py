@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.demo.ranks import _compare_rl, _compare_training, run_ranks_demo
+from bench.demo.ranks import _compare_rl, _compare_samples, _compare_training, run_ranks_demo
 from octavo.errors import ConfigError
 from tests.quiet import cores_alone
+
+Sampled = tuple[list[int], list[float]]
 
 
 @pytest.mark.slow(first=True)
@@ -23,7 +25,7 @@ def test_two_ranks_are_equal_to_one_process_and_a_difference_is_seen(
     with cores_alone():
         assert run_ranks_demo(2, tmp_path, 0, Display())
     compared = json.loads((tmp_path / "ranks.json").read_text())["compared"]
-    assert len(compared) == 5 and all(row["is_equal"] for row in compared)
+    assert len(compared) == 6 and all(row["is_equal"] for row in compared)
     metrics = tmp_path / "ranks" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"loss": ', '"loss": 1', 1))
     (weights,) = (tmp_path / "rl-ranks" / "final").glob("*.safetensors")
@@ -37,6 +39,20 @@ def test_two_ranks_are_equal_to_one_process_and_a_difference_is_seen(
     ]
     shutil.rmtree(tmp_path / "ranks" / "checkpoints")
     assert not list(_compare_training(tmp_path, 2, 5))[1].is_equal
+
+
+@pytest.mark.parametrize(
+    "cut", [[([3, 4], [-1.0, -2.0])], [([3, 5], [-1.0, -2.5])], [([3, 4], [-1.0, -2.0]), ([3], [-1.0])], []]
+)
+def test_samples_that_differ_are_seen(cut: list[Sampled], monkeypatch: pytest.MonkeyPatch) -> None:
+    one: list[Sampled] = [([3, 4], [-1.0, -2.5])]
+    monkeypatch.setattr("bench.demo.ranks._sample", lambda model, num_ranks, seed: one if num_ranks == 1 else cut)
+    assert not _compare_samples(Path("model"), 2, 0).is_equal
+    cut[:] = one
+    assert _compare_samples(Path("model"), 2, 0).is_equal
+    one.clear()
+    cut.clear()
+    assert not _compare_samples(Path("model"), 2, 0).is_equal  # nothing was sampled
 
 
 def test_one_rank_is_refused(run_octavo, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

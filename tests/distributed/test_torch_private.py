@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -72,6 +73,16 @@ def test_each_name_says_what_it_is_taken_to_say() -> None:
         assert found["params"] == [("0.weight", 18), ("0.bias", 3), ("1.weight", 10), ("1.bias", 2)]
         assert found["reducer"] == [True, 2, True] == found["gatherer"]
         assert found["store"] and found["timeout"] == timedelta(seconds=7)
+
+
+def test_after_a_failed_start_groups_are_counted_from_0_again() -> None:
+    alone = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(dist.DistError):
+        dist.init_process_group("gloo", store=alone, rank=0, world_size=2, timeout=timedelta(seconds=1))
+    names = dist.distributed_c10d._world
+    assert names.group_count == 1 and not dist.is_initialized()
+    torch_private.forget_group_names()
+    assert names.group_count == 0
 
 
 def test_no_function_is_left_out() -> None:

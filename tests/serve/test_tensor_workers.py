@@ -12,12 +12,16 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from octavo import LLM, SamplingParams, save_model
+from octavo.cli.ranks import torchrun
 from octavo.distributed import local_job
-from octavo.errors import ConfigError, RecipeError, ShapeError
+from octavo.errors import BackendError, ConfigError, RecipeError, ShapeError
 from octavo.models import Decoder, ModelConfig
 from octavo.serve.engine.request import LostRankError
+from octavo.serve.tensor_workers import TensorParallel, TensorWorkers
+from tests.conftest import RunOctavo
 from tests.parallel.test_tensor_parallel import ids, make
 from tests.serve.http.running import VOCAB, byte_tokenizer
 from tests.serve.http.test_chaos import served
@@ -105,6 +109,38 @@ def test_a_rank_that_is_killed_ends_all_requests(llm: LLM, when: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("step", ["wait_until_loaded", "join"])
+def test_a_rank_that_is_killed_at_the_start_is_one_error(
+    checkpoint: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_job, "_TIMEOUT", local_job._TIMEOUT / 15)
+    real = getattr(TensorWorkers, step)
+
+    def kill(workers: TensorWorkers) -> Any:
+        workers._processes[0].kill()
+        workers._processes[0].wait()
+        return real(workers)
+
+    monkeypatch.setattr(TensorWorkers, step, kill)
+    with pytest.raises(BackendError, match=r"^tensor-parallel rank 1.* was killed by signal 9"):
+        LLM(checkpoint, tensor_parallel_size=2, **FP8, **LIMITS)
+    assert not local_job.dist.is_initialized()
+    monkeypatch.undo()
+    again = LLM(checkpoint, tensor_parallel_size=2, **FP8, **LIMITS)  # the next one starts
+    again.engine.workers.close()  # type: ignore[attr-defined]
+
+
+def test_more_ranks_than_gpus_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for device in ("cuda", "cuda:0"):
+        TensorParallel(2).check(torch.device(device))
+        with pytest.raises(ConfigError, match="tensor_parallel_size=3 takes a GPU a rank, and torch sees 2; lower it"):
+            TensorParallel(3).check(torch.device(device))
+    with pytest.raises(ConfigError, match="ranks take GPUs 0 to 1, got device='cuda:1'"):
+        TensorParallel(2).check(torch.device("cuda:1"))
+
+
+@pytest.mark.slow
 def test_a_rank_that_hangs_ends_all_requests(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_job, "_TIMEOUT", local_job._TIMEOUT / 15)
     llm = LLM(checkpoint, tensor_parallel_size=2, **FP8, **LIMITS)
@@ -160,7 +196,13 @@ def test_a_server_of_two_ranks(checkpoint: Path) -> None:
             "so it is", SamplingParams(max_tokens=8, temperature=0)
         )
         assert text == expected.outputs[0].text
-        two.popen.send_signal(signal.SIGTERM)
+        long = body | {"max_tokens": 60, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{two.url}/v1/completions", json=long, timeout=30) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            two.popen.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert '"finish_reason":"length"' in "".join(rest) and rest[-1] == "data: [DONE]"
         code, log = two.end()
         assert code == 0 and "2 tensor-parallel ranks" in log
     with served(str(checkpoint), *options) as two:
@@ -185,6 +227,30 @@ def test_a_server_of_two_ranks(checkpoint: Path) -> None:
             httpx.post(f"{two.url}/v1/completions", json=body, timeout=30)
         assert httpx.get(f"{two.url}/health").status_code == 503
         assert any("was killed by signal 9" in line for line in two.log)
+
+
+@pytest.mark.slow
+def test_a_server_of_two_ranks_under_torchrun(checkpoint: Path) -> None:
+    options = ("--port", "0", "--device", "cpu", "--tensor-parallel-size", "2")
+    with served(str(checkpoint), *options, octavo=torchrun(2, "octavo")) as two:
+        two.wait_until_ready()
+        body = {"prompt": "so it is", "max_tokens": 4, "ignore_eos": True}
+        answer = httpx.post(f"{two.url}/v1/completions", json=body, timeout=30).json()
+        assert answer["usage"]["completion_tokens"] == 4
+        two.popen.send_signal(signal.SIGTERM)
+        _, log = two.end()  # torchrun counts a signal as a failure
+    assert log.count("listening at") == 1 and "2 tensor-parallel ranks" in log
+    assert "1 requests admitted; sequences ended: 0 stop, 1 length, 0 abort, 0 error; 0 open" in log
+
+
+@pytest.mark.parametrize(("rank", "local_rank", "size"), [(0, 0, 3), (2, 0, 2)])
+def test_torchruns_ranks_that_are_not_the_servers_are_one_error(
+    checkpoint: Path, rank: int, local_rank: int, size: int, monkeypatch: pytest.MonkeyPatch, run_octavo: RunOctavo
+) -> None:
+    for name, value in {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": size}.items():
+        monkeypatch.setenv(name, str(value))
+    ended = run_octavo("serve", checkpoint, "--device", "cpu", "--tensor-parallel-size", "2")
+    assert ended.code == 2 and "starts its 2 ranks itself, on one host" in ended.err and ended.err.count("\n") == 1
 
 
 def children(pid: int) -> list[int]:

@@ -1,11 +1,14 @@
 """The predicted memory: activations against what autograd really saves, sums against the sizes of real tensors."""
 
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from octavo import cli
+from octavo.config import load_config
 from octavo.errors import ConfigError
 from octavo.nn import Linear
 from octavo.run.optimizer import MasterAdamW
@@ -15,9 +18,11 @@ from octavo.train.data import Batch
 from octavo.train.memory_plan import ACTIVATIONS, GRADIENTS, STATE, TRANSIENT, plan_memory
 from octavo.train.memory_report import observe_memory, print_plan, saved_bytes
 from tests.assertions import assert_raises
+from tests.conftest import RunOctavo
 
 from .conftest import MakeConfig
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 VOCAB_SIZE, SEQ_LEN, BATCH_SIZE = 300, 128, 2
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -192,6 +197,22 @@ def test_command_prints_the_plan_and_trains_nothing(make_config, monkeypatch, ca
         assert ("observed MiB" in said) == ("--observe" in flags)
     assert "a CPU's peak is not measured" in said
     assert not config.run.dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "num_params"),
+    [("train_8b_8gpus", 8, 8.03e9), ("train_70b_8gpus", 8, 70.55e9), ("train_70b_64gpus", 64, 70.55e9)],
+)
+def test_configs_of_many_gpus_have_the_plan_that_they_tell(
+    name: str, num_ranks: int, num_params: float, run_octavo: RunOctavo
+) -> None:
+    path = CONFIGS / f"{name}.toml"
+    ended = run_octavo("train", path, "--plan")
+    assert ended.code == 0 and f"on each of {num_ranks} ranks" in " ".join(ended.out.split()), ended.err
+    plan = plan_memory(load_config(TrainConfig, path))
+    assert plan.num_params == pytest.approx(num_params, rel=1e-3)
+    told = re.search(r"--plan +# (\d+) GiB a rank", path.read_text(encoding="utf-8"))
+    assert told is not None and plan.peak_bytes / 2**30 == pytest.approx(int(told[1]), abs=0.5)
 
 
 @pytest.mark.gpu

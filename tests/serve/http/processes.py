@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import httpx
@@ -15,10 +15,10 @@ LISTENING = re.compile(r"listening at (http://\S+)")
 class Process:
     """A server's process; log holds what it has said."""
 
-    def __init__(self, *arguments: str) -> None:
-        code = "from octavo.cli import main; main()"
+    def __init__(self, *arguments: str, octavo: Sequence[str] = ()) -> None:
+        command = octavo or [sys.executable, "-c", "from octavo.cli import main; main()"]
         self.popen = subprocess.Popen(
-            [sys.executable, "-c", code, "serve", *arguments], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*command, "serve", *arguments], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.log: list[str] = []
         self.url = ""
@@ -52,8 +52,8 @@ class Process:
 
 
 @contextmanager
-def served(*arguments: str) -> Iterator[Process]:
-    process = Process(*arguments)
+def served(*arguments: str, octavo: Sequence[str] = ()) -> Iterator[Process]:
+    process = Process(*arguments, octavo=octavo)
     try:
         yield process
     finally:

@@ -7,6 +7,7 @@ from bench.record import Record
 from bench.speed.scale.session import Session
 from bench.speed.tensor import __doc__ as DOC
 from bench.speed.tensor.bits import bits
+from bench.speed.tensor.models import LAYOUTS
 from bench.speed.tensor.serving import long, mixed, single
 from octavo.distributed.mesh import Mesh
 
@@ -21,6 +22,9 @@ def main(arguments: list[str] | None = None, mesh: Mesh | None = None) -> int:
     """
     parser = RanksProgram("bench.speed.tensor", DOC, PARTS)
     parser.add_argument("--profile", action="store_true", help="print the top kernels of some decode steps")
+    parser.add_argument(
+        "--layout", action="append", choices=LAYOUTS, default=[], help="this one alone, of parts that have several"
+    )
     options, ranks = parser.begin(arguments, mesh)
     what = (
         f"Linears cut among {ranks.world_size} ranks of one host over {backend_of(options.device)}, random weights "
@@ -29,7 +33,8 @@ def main(arguments: list[str] | None = None, mesh: Mesh | None = None) -> int:
         "KV cache, temperature 1, ignore_eos, all requests at once, lengths unknown; the ranks make the same calls."
     )
     record = Record("tensor", what, device=options.device)
-    session = Session(ranks, record, options.toy, options.out, options.out, options.commit, options.profile)
+    given = (options.toy, options.out, options.out, options.commit, options.profile, options.layout)
+    session = Session(ranks, record, *given)
     status = session.run(PARTS, options.only or PARTS)
     if mesh is None:
         ranks.close()

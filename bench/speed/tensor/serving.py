@@ -3,7 +3,7 @@
 import functools
 import math
 
-from torch.autograd.profiler_util import DeviceType, FunctionEvent
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from bench.report import THROUGHPUT
@@ -121,4 +121,4 @@ def _busy_s(profiler: profile) -> float:
 
 
 def _is_work(event: FunctionEvent) -> bool:
-    return event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    return event.device_type.name == "CUDA" and not event.is_user_annotation

@@ -88,7 +88,7 @@ def _measure(session: Session, recipe: str, layout: Layout, found: list[_Found])
     shape = _TOY if session.is_toy else LLAMA_3_8B
     step = _Step(_build(session, shape, recipe, layout), shape)
     case = f"training step of {shape} in all, {recipe}: {layout.case(session)}"
-    loss = [float(step()) for _ in range(_STEPS_BEFORE)][0]
+    loss, *_ = [float(step()) for _ in range(_STEPS_BEFORE)]
     gradient = step.gradient()
     base = found[0] if found else None
     _check(session, case, loss, gradient, base)

@@ -8,13 +8,14 @@ from bench.speed.scale.session import Session
 from bench.speed.tensor import __doc__ as DOC
 from bench.speed.tensor.bits import bits
 from bench.speed.tensor.down import down
+from bench.speed.tensor.large import large
 from bench.speed.tensor.models import LAYOUTS
 from bench.speed.tensor.refit import refit
 from bench.speed.tensor.serving import long, mixed, single
 from bench.speed.tensor.training import training
 from octavo.distributed.mesh import Mesh
 
-PARTS = {part.__name__: part for part in (bits, single, mixed, long, down, training, refit)}
+PARTS = {part.__name__: part for part in (bits, single, mixed, long, large, down, training, refit)}
 
 
 def main(arguments: list[str] | None = None, mesh: Mesh | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Qwen3-8B's shape with random weights, whole or cut among the session's ranks."""
+"""Qwen3-8B's shape, and others, with random weights, whole or cut among the session's ranks."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -55,9 +55,9 @@ def wanted(session: Session, layouts: Iterable[Layout]) -> list[Layout]:
     return [layout for layout in layouts if not asked or layout in asked]
 
 
-def config_of(session: Session, num_layers: int | None = None) -> ModelConfig:
+def config_of(session: Session, num_layers: int | None = None, full: ModelConfig = QWEN3_8B) -> ModelConfig:
     """The shape, of so many layers or all."""
-    config = make_toy(QWEN3_8B) if session.is_toy else QWEN3_8B
+    config = make_toy(full) if session.is_toy else full
     if session.is_toy:  # parts of whole blocks on each of two ranks
         config = dataclasses.replace(config, head_dim=128, intermediate_size=512, hidden_size=256)
     return config if num_layers is None else dataclasses.replace(config, num_layers=num_layers)

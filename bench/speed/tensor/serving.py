@@ -14,6 +14,7 @@ from bench.serve.workloads import MAX_NUM_SEQS, MEMORY_SHARE, WORKLOADS, Request
 from bench.speed.scale.session import Session
 from bench.speed.tensor.models import LAYOUTS, ONE_GPU, REDUCE, Layout, build, config_of, wanted
 from bench.timing import synchronize
+from octavo.models import Decoder
 from octavo.serve import LLM
 from octavo.serve.engine import Engine
 
@@ -53,15 +54,7 @@ def _run(
     found: dict[str, EngineRun],
     num_runs: int,
 ) -> None:
-    model = build(session, config_of(session), layout)
-    limits: dict[str, float] = {"max_num_seqs": min(MAX_NUM_SEQS, len(requests)), "max_model_len": workload.max_len}
-    limits |= {"gpu_memory_utilization": MEMORY_SHARE}
-    llm = LLM(model, enable_prefix_caching=False, **(QUICK_LIMITS if session.is_toy else limits))  # type: ignore[arg-type]
-    warm_up(llm.engine, requests, math.inf)
-    runs = []
-    for _ in range(1 if session.is_toy else num_runs):
-        session.mesh.barrier()
-        runs.append(run_requests(llm.engine, requests, "cpu", math.inf))
+    engine, runs = time_runs(session, build(session, config_of(session), layout), workload, requests, num_runs)
     run = median_run(runs)
     case = f"{workload.label}: {layout.case(session)}"
     base = found.get(ONE_GPU.label)
@@ -82,10 +75,25 @@ def _run(
     found[layout.label] = run
     session.say(said)
     if session.profiles:
-        _profile(session, llm.engine, requests, case)
+        profile_steps(session, engine, requests, case)
 
 
-def _profile(session: Session, engine: Engine, requests: Requests, case: str) -> None:
+def time_runs(
+    session: Session, model: Decoder, workload: Workload, requests: Requests, num_runs: int
+) -> tuple[Engine, list[EngineRun]]:
+    """Warm an engine up, then let it answer the requests so often; all ranks begin each run together."""
+    limits: dict[str, float] = {"max_num_seqs": min(MAX_NUM_SEQS, len(requests)), "max_model_len": workload.max_len}
+    limits |= {"gpu_memory_utilization": MEMORY_SHARE}
+    llm = LLM(model, enable_prefix_caching=False, **(QUICK_LIMITS if session.is_toy else limits))  # type: ignore[arg-type]
+    warm_up(llm.engine, requests, math.inf)
+    runs = []
+    for _ in range(1 if session.is_toy else num_runs):
+        session.mesh.barrier()
+        runs.append(run_requests(llm.engine, requests, "cpu", math.inf))
+    return llm.engine, runs
+
+
+def profile_steps(session: Session, engine: Engine, requests: Requests, case: str) -> None:
     """Print what decode steps take without the profiler, and their kernels; prompts are short."""
     is_cuda = session.device.type == "cuda"
     short = [(ids[:_PROFILED_PROMPT_LEN], _PROFILED_TOKENS) for ids, _ in requests]

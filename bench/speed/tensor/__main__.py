@@ -32,9 +32,11 @@ def main(arguments: list[str] | None = None, mesh: Mesh | None = None) -> int:
     options, ranks = parser.begin(arguments, mesh)
     what = (
         f"Linears cut among {ranks.world_size} ranks of one host over {backend_of(options.device)}, random weights "
-        "and tokens, beside one GPU alone in the same run. gather: each sum over in_features is made on one rank, "
-        "in a row of its own with exact numerics. reduce: partial sums in bf16 are added. Blockwise recipe, FP8 "
-        "KV cache, temperature 1, ignore_eos, all requests at once, lengths unknown; the ranks make the same calls."
+        "and tokens, beside one GPU alone in the same run (70B: beside a limit; refit: alone). gather: each sum over "
+        "in_features is made on one rank, in a row of its own with exact numerics. reduce: partial sums in bf16 are "
+        "added. Blockwise recipe where no other is named. Serving: FP8 KV cache, temperature 1, ignore_eos, all "
+        "requests at once, lengths unknown; the ranks make the same calls. Training: Llama-3-8B layers without head, "
+        "all ranks see all tokens, torch's fused AdamW on bf16 parameters, the loss is the distance to random states."
     )
     record = Record("tensor", what, device=options.device)
     given = (options.toy, options.out, options.out, options.commit, options.profile, options.layout)

@@ -40,8 +40,8 @@ def _compare(session: Session) -> None:
     calls: dict[str, Callable[[], torch.Tensor]] = {_BF16: gather_bf16, _CODES: functools.partial(cut, own)}
     session.check(functools.partial(assert_bitwise, cut(own), whole(x), "exact output against one GPU's"))
     cut.exact = False
-    by_codes, by_bf16 = calls[_CODES](), calls[_BF16]()
-    session.check(lambda: assert_bitwise(by_codes, by_bf16, "output by codes against output by bf16"))
+    if session.mesh.any(not torch.equal(calls[_CODES](), calls[_BF16]())):
+        session.complain("down: outputs by codes and by bf16 differ where numerics are not exact")
     bursts = (2, 2) if session.is_toy else (_BURSTS, _BURST)
     session.mesh.barrier()
     timings = time_back_to_back(calls, bursts=bursts[0], burst=bursts[1], device=session.device.type)

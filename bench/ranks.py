@@ -12,7 +12,7 @@ from octavo.errors import BackendError
 ON_RANKS = {
     "comm": "collectives between GPUs, FP8 beside bf16",
     "scale": "sharded training, saving and reinforcement learning on several GPUs against one",
-    "tensor": "serving with linears cut among GPUs against one GPU",
+    "tensor": "serving, a training step and a refit with linears cut among GPUs, against one GPU",
 }
 # Options of each program: for --filter, for toy sizes.
 _FILTERS = {"comm": "--filter", "scale": "--only", "tensor": "--only"}

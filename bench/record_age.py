@@ -72,7 +72,8 @@ CODE: dict[str, tuple[str, ...]] = {
     "tensor": (
         *_ENGINE,
         *(f"octavo/distributed/{name}.py" for name in ("one_shot", "tensor_group")),
-        "octavo/parallel/tensor_parallel.py",
+        *(f"octavo/parallel/{name}.py" for name in ("lend", "tensor_parallel")),
+        "octavo/rl/engines/dealt.py",
     ),
     "tree_loops": (*_LOOP, "octavo/serve"),
     "trees": _ENGINE,
@@ -85,6 +86,7 @@ AWAITED: dict[str, tuple[str, ...]] = {
     "fsdp_1024_tokens": (*_LINEAR, *_SHARDED),
     "fsdp_4096_tokens": (*_LINEAR, *_SHARDED),
     "fsdp_trace_2048_tokens": (*_LINEAR, *_SHARDED),
+    "replicas": (*_ENGINE, "octavo/serve"),
 }
 _NO_CODE = ":!octavo/nn/speed_table.json"  # which a benchmark writes
 

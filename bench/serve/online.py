@@ -6,11 +6,11 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, NamedTuple
 
 from bench.energy import measure_energy
-from bench.serve.http_client import HTTP_ERRORS, Server
+from bench.serve.http_client import HTTP_ERRORS, Answer, Server
 from bench.serve.measure import ENERGY_SAMPLE_S, OutOfTimeError
 from bench.serve_options import DEFAULT_READY_S
 from octavo.errors import BackendError
@@ -29,11 +29,13 @@ class Load:
     Args:
         rate: requests a second.
         num_requests: of the timed ones.
-        prompt_len: tokens of each.
-        output_len: tokens of each.
+        prompt_len: tokens of each, or of the longest.
+        output_len: the same.
         vocab_size: prompts are random ids below it.
         max_ttft_s: a request is good if its first token came within it.
         max_gap_s: and if its others came on average within it after each other.
+        min_len: tokens of the shortest prompt and the shortest answer, lengths being drawn evenly; None: all alike.
+        stream: tokens as they come; else each answer is one event at its end.
     """
 
     rate: float
@@ -43,6 +45,20 @@ class Load:
     vocab_size: int = 50_000
     max_ttft_s: float = 0.6
     max_gap_s: float = 0.04
+    min_len: int | None = None
+    stream: bool = True
+
+    def draw(self, longest: int, rng: random.Random) -> int:
+        """Tokens of a prompt or an answer."""
+        return longest if self.min_len is None else rng.randint(self.min_len, longest)
+
+
+class Request(NamedTuple):
+    """Its JSON, the tokens that are due, and whether they come as they are made."""
+
+    body: bytes
+    num_tokens: int
+    is_streamed: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,14 +137,14 @@ async def _run(target: Target, load: Load, deadline: float, device: str) -> Onli
     server = Server(target.url, target.api_key)
     model = await _wait_for_model(server, deadline, target)
     rng = random.Random(0)
-    bodies = [_body(model, load, rng) for _ in range(_WARMUP_REQUESTS + load.num_requests)]
-    first = await asyncio.gather(*(_ask(server, load, body) for body in bodies[:_WARMUP_REQUESTS]))
+    requests = [_make_request(model, load, rng) for _ in range(_WARMUP_REQUESTS + load.num_requests)]
+    first = await asyncio.gather(*(_ask(server, each) for each in requests[:_WARMUP_REQUESTS]))
     if wrong := [a.error for a in first if a.error is not None]:
         raise BackendError(f"the server at {target.url} does not answer: {wrong[0]}")
     with measure_energy(device, sample_s=ENERGY_SAMPLE_S) as energy:
         began = time.perf_counter()
-        schedule = _schedule(load.rate, bodies[_WARMUP_REQUESTS:], rng)
-        arrivals = [asyncio.create_task(_ask_at(server, load, body, due)) for due, body in schedule]
+        schedule = _schedule(load.rate, requests[_WARMUP_REQUESTS:], rng)
+        arrivals = [asyncio.create_task(_ask_at(server, each, due)) for due, each in schedule]
         _, late = await asyncio.wait(arrivals, timeout=min(_FOREVER_S, max(0.0, deadline - began)))
         seconds = time.perf_counter() - began
     for task in late:
@@ -138,17 +154,17 @@ async def _run(target: Target, load: Load, deadline: float, device: str) -> Onli
     return OnlineRun(load, [task.result() for task in arrivals], seconds, energy.joules)
 
 
-def _schedule(rate: float, bodies: list[bytes], rng: random.Random) -> Iterator[tuple[float, bytes]]:
+def _schedule(rate: float, requests: list[Request], rng: random.Random) -> Iterator[tuple[float, Request]]:
     """(time.perf_counter() of its arrival, request), the first at once."""
     due = time.perf_counter()
-    for body in bodies:
-        yield due, body
+    for request in requests:
+        yield due, request
         due += rng.expovariate(rate)
 
 
-async def _ask_at(server: Server, load: Load, body: bytes, due: float) -> OnlineAnswer:
+async def _ask_at(server: Server, request: Request, due: float) -> OnlineAnswer:
     await asyncio.sleep(due - time.perf_counter())
-    return await _ask(server, load, body)
+    return await _ask(server, request)
 
 
 async def _get(server: Server, path: str) -> tuple[int, bytes]:
@@ -184,33 +200,31 @@ async def _wait_for_model(server: Server, deadline: float, target: Target) -> st
     )
 
 
-def _body(model: str, load: Load, rng: random.Random) -> bytes:
+def _make_request(model: str, load: Load, rng: random.Random) -> Request:
     """One request; ignore_eos is vLLM's and SGLang's name too."""
+    num_tokens = load.draw(load.output_len, rng)
     fields = {
         "model": model,
-        "prompt": rng.choices(range(load.vocab_size), k=load.prompt_len),
-        "max_tokens": load.output_len,
+        "prompt": rng.choices(range(load.vocab_size), k=load.draw(load.prompt_len, rng)),
+        "max_tokens": num_tokens,
         "temperature": 1.0,
         "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
     }
-    return json.dumps(fields).encode()
+    if load.stream:
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
+    return Request(json.dumps(fields).encode(), num_tokens, load.stream)
 
 
-async def _ask(server: Server, load: Load, body: bytes) -> OnlineAnswer:
+async def _ask(server: Server, request: Request) -> OnlineAnswer:
     """Send one request and note when the events of its answer come."""
     began = time.perf_counter()
     times: list[float] = []
     num_tokens = 0
     try:
-        async with asyncio.timeout(_REQUEST_S), server.request("/v1/completions", body) as answer:
+        async with asyncio.timeout(_REQUEST_S), server.request("/v1/completions", request.body) as answer:
             if answer.status != 200:
                 return OnlineAnswer(error=f"{answer.status}: {(await answer.read()).decode()[:200]}")
-            async for line in answer.lines():
-                if not line.startswith(b"data: ") or line == b"data: [DONE]":
-                    continue
-                event: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
+            async for event in _events(answer, is_streamed=request.is_streamed):
                 if "error" in event:
                     return OnlineAnswer(error=str(event["error"]))
                 if event.get("choices"):
@@ -219,7 +233,17 @@ async def _ask(server: Server, load: Load, body: bytes) -> OnlineAnswer:
                     num_tokens = event["usage"]["completion_tokens"]
     except HTTP_ERRORS as error:
         return OnlineAnswer(error=repr(error))
-    if num_tokens != load.output_len or not times:
-        return OnlineAnswer(error=f"{num_tokens} tokens came, {load.output_len} were due")
+    if num_tokens != request.num_tokens or not times:
+        return OnlineAnswer(error=f"{num_tokens} tokens came, {request.num_tokens} were due")
     gaps = tuple(later - earlier for earlier, later in itertools.pairwise(times))
     return OnlineAnswer(times[0] - began, gaps, num_tokens)
+
+
+async def _events(answer: Answer, *, is_streamed: bool) -> AsyncIterator[dict[str, Any]]:
+    """What a stream sends, or the one answer."""
+    if not is_streamed:
+        yield json.loads(await answer.read())
+        return
+    async for line in answer.lines():
+        if line.startswith(b"data: ") and line != b"data: [DONE]":
+            yield json.loads(line.removeprefix(b"data: "))

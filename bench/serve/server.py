@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import signal
@@ -10,6 +11,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 from bench.serve.made_tokenizer import make_tokenizer
 from bench.serve.shapes import SHAPES, build_model, make_toy
@@ -23,7 +26,10 @@ _STOP_S = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class ServerSetup:
-    """What the process serves; travels as JSON. limits: of the LLM. has_tokenizer: answers are text, not ids alone."""
+    """What the process serves; travels as JSON. limits: of the LLM. has_tokenizer: answers are text, not ids alone.
+
+    num_replicas: several are on a GPU each behind a router, as `octavo serve --data-parallel-size` has them.
+    """
 
     model: str
     variant: str
@@ -34,6 +40,7 @@ class ServerSetup:
     has_tokenizer: bool = False
     num_layers: int | None = None
     is_toy: bool = False
+    num_replicas: int = 1
 
 
 @contextlib.contextmanager
@@ -70,20 +77,28 @@ def free_port() -> int:
 def main(setup: ServerSetup) -> int:
     """Serve until SIGTERM; the exit code is the server's."""
     from octavo.serve.http import ServerConfig, run_server
+    from octavo.serve.router import run_router, split_devices
 
     logging.basicConfig(level=logging.WARNING, format="server: %(levelname)s %(name)s: %(message)s")
+    build, config = functools.partial(build_engine, setup), ServerConfig(model_names=(setup.model,))
+    if setup.num_replicas == 1:
+        return run_server(build, config, port=setup.port)
+    devices = split_devices(setup.num_replicas, 1, torch.device(setup.device))
+    return run_router(build, config, port=setup.port, devices=devices)
 
-    def build_engine() -> Engine:
-        config = make_toy(SHAPES[setup.model]) if setup.is_toy else SHAPES[setup.model]
-        config = dataclasses.replace(config, num_layers=setup.num_layers or config.num_layers)
-        numerics = VARIANTS[setup.variant].numerics(setup.recipe)
-        tokenizer = make_tokenizer(config.vocab_size) if setup.has_tokenizer else None
-        engine = LLM(build_model(config, numerics, setup.device), tokenizer, **setup.limits).engine
-        engine.warm_up()
-        return engine
 
-    return run_server(build_engine, ServerConfig(model_names=(setup.model,)), port=setup.port)
+def build_engine(setup: ServerSetup) -> Engine:
+    """An engine over random weights, warm."""
+    config = make_toy(SHAPES[setup.model]) if setup.is_toy else SHAPES[setup.model]
+    config = dataclasses.replace(config, num_layers=setup.num_layers or config.num_layers)
+    numerics = VARIANTS[setup.variant].numerics(setup.recipe)
+    tokenizer = make_tokenizer(config.vocab_size) if setup.has_tokenizer else None
+    engine = LLM(build_model(config, numerics, setup.device), tokenizer, **setup.limits).engine
+    engine.warm_up()
+    return engine
 
 
 if __name__ == "__main__":
-    sys.exit(main(ServerSetup(**json.loads(sys.argv[1]))))
+    from bench.serve import server  # by this name replicas find build_engine, too
+
+    sys.exit(server.main(server.ServerSetup(**json.loads(sys.argv[1]))))

@@ -219,7 +219,7 @@ class ServeSession(Session):
         own = online.Load(self.asked.rate, num_requests)
         if self.options.quick:
             own = online.Load(self.asked.rate, min(num_requests, 6), 16, 4, vocab_size=_TOY_IDS)
-        lengths = {"prompt_len": self.asked.prompt_len, "output_len": self.asked.output_len}
+        lengths: dict[str, Any] = {"prompt_len": self.asked.prompt_len, "output_len": self.asked.output_len}
         return dataclasses.replace(own, **{name: value for name, value in lengths.items() if value is not None})
 
     # What was asked for

@@ -1,6 +1,7 @@
 """Models in real shapes with random weights, built on the device layer by layer, quantized as they are made."""
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -9,6 +10,7 @@ from octavo.models import Decoder, ModelConfig
 from octavo.models.checkpoint.names import ParameterNames, parameter_names
 from octavo.models.initial import STD
 from octavo.nn import Linear
+from octavo.nn.live_weights import own_slices
 from octavo.numerics import Numerics
 
 _QWEN3 = {"family": "qwen3", "qk_norm": True, "rope_theta": 1e6, "vocab_size": 151_936, "head_dim": 128}
@@ -48,6 +50,19 @@ GPT_J_6B = ModelConfig(
     rms_norm_eps=1e-5,
     max_position_embeddings=2048,
 )
+LLAMA_3_70B = ModelConfig(
+    family="llama",
+    vocab_size=128_256,
+    hidden_size=8192,
+    intermediate_size=28_672,
+    num_layers=80,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=128,
+    rope_theta=5e5,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=8192,
+)
 SHAPES = {"Qwen3-8B": QWEN3_8B, "Qwen3-30B-A3B": QWEN3_30B_A3B, "GPT-J-6B": GPT_J_6B}
 
 _TOY_SIZES = {
@@ -72,7 +87,13 @@ def make_toy(config: ModelConfig) -> ModelConfig:
 
 
 @torch.no_grad()
-def build_model(config: ModelConfig, numerics: Numerics, device: str, seed: int = 0) -> Decoder:
+def build_model(
+    config: ModelConfig,
+    numerics: Numerics,
+    device: str,
+    seed: int = 0,
+    cut: Callable[[Decoder], object] | None = None,
+) -> Decoder:
     """A model for inference with the weights that a seed draws on this device.
 
     Of a linear under an FP8 recipe only the codes stay, so that never more than one weight is held in both formats.
@@ -80,15 +101,19 @@ def build_model(config: ModelConfig, numerics: Numerics, device: str, seed: int 
     Args:
         config: the shape.
         numerics: as in Decoder.set_numerics.
+        cut: keeps this rank's slices of a model without values, in place; never more than one weight is then whole.
     Returns:
         The model in bf16; bf16 and FP8 models of one seed and device have the same weights before rounding.
     """
     model = Decoder(config, dtype=torch.bfloat16, device="meta")
+    if cut is not None:
+        model.set_numerics(numerics)
+        cut(model)
     generator = torch.Generator(device).manual_seed(seed)
     for parameter in parameter_names(config):
         module_name, _, leaf = parameter.name.rpartition(".")
         module = model.get_submodule(module_name)
-        value = draw(parameter, config.num_layers, generator, device)
+        value = own_slices(model, parameter.name, draw(parameter, config.num_layers, generator, device))
         setattr(module, leaf, nn.Parameter(value, requires_grad=False))
         if parameter.is_linear_weight and numerics.recipe.is_fp8:
             assert isinstance(module, Linear), parameter.name

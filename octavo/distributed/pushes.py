@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from octavo.distributed.symmetric import Shared, obstacle_to_sharing, share
+from octavo.distributed.torch_private import outside_modes
 from octavo.ops.push.reference import share_of
 
 MIN_BYTES = 16 << 20  # of a kind's memory; it grows by powers of two
@@ -120,13 +121,15 @@ class Pushes:
             return memories[-1]
         if kind in self._refused or torch.cuda.is_current_stream_capturing():
             return None
-        shared = share(self._group, self._device, max(MIN_BYTES, 1 << (num_bytes - 1).bit_length()))
-        if isinstance(shared, str):
+        with outside_modes():  # an engine may be trying out whether a step waits for the GPU; this one does, once
+            shared = share(self._group, self._device, max(MIN_BYTES, 1 << (num_bytes - 1).bit_length()))
+            made = None if isinstance(shared, str) else Memory(shared)
+        if made is None:
             logger.warning("large messages of a kind (%s) go by the process group's collectives: %s", kind, shared)
             self._refused.add(kind)
             return None
-        memories.append(Memory(shared))
-        return memories[-1]
+        memories.append(made)
+        return made
 
 
 def _is_words(piece: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ each name. What FSDP2 calls is public: fully_shard, unshard, reshard and their s
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -103,3 +104,10 @@ def forget_group_names() -> None:
     meet under that number.
     """
     dist.distributed_c10d._world.group_count = 0
+
+
+def outside_modes() -> AbstractContextManager[Any]:
+    """Within, no TorchDispatchMode of the caller sees what is done."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()  # type: ignore[no-any-return]

@@ -6,6 +6,7 @@ from octavo.distributed.tensor_group import PartialRows, whole
 from octavo.errors import ShapeError
 from octavo.nn.attention_context import AttentionContext, CachingContext
 from octavo.nn.autocast_context import effective_recipe
+from octavo.nn.functional.linear import quantize_input
 from octavo.nn.functional.norm_linear import can_infer
 from octavo.nn.fusion import FusedLayer, fusable
 from octavo.nn.linear import Linear
@@ -72,9 +73,12 @@ class Attention(FusedLayer):
                 self.layer_index, qkv, self._rotation(context), self._head_norms(),
                 softmax_scale=self.head_dim**-0.5, out_scaling=recipe.input if self._takes_codes(recipe) else None,
             )  # fmt: skip
-            if isinstance(out, QuantizedTensor):
-                return self.o_proj.infer_parts(out, self.o_proj.plan_for(recipe), qkv.dtype)
-            return self.o_proj(out.view(tokens, self.num_heads * self.head_dim))
+            if isinstance(out, torch.Tensor):
+                out = out.view(tokens, self.num_heads * self.head_dim)
+                if not self._takes_codes(recipe):
+                    return self.o_proj(out)
+                out = quantize_input(out, self.o_proj.begin(recipe), columns=False, observe=False)[0]
+            return self.o_proj.infer_parts(out, self.o_proj.plan_for(recipe), qkv.dtype)
         q, k, v = qkv.split(self.qkv_proj.parts, dim=-1)
         q = q.reshape(tokens, self.num_heads, self.head_dim)
         k, v = (y.reshape(tokens, self.num_kv_heads, self.head_dim) for y in (k, v))

@@ -1,5 +1,6 @@
 """The load generator against octavo's own server in this process, and against servers that do not answer."""
 
+import dataclasses
 import itertools
 import math
 import random
@@ -39,6 +40,20 @@ def test_all_tokens_are_timed() -> None:
     values = {row["metric"]: row["value"] for row in record.rows}
     assert values["errors"] == 0
     assert values["output throughput"] == pytest.approx(30 / run.seconds, rel=1e-3)
+
+
+def test_lengths_are_drawn_and_an_answer_may_come_at_once() -> None:
+    mixed = dataclasses.replace(LOAD, num_requests=8, min_len=2)
+    with running() as server:
+        runs = {
+            stream: run_load(Target(server.url), dataclasses.replace(mixed, stream=stream), math.inf)
+            for stream in (True, False)
+        }
+    lengths = [a.num_tokens for a in runs[True].done]
+    assert lengths == [a.num_tokens for a in runs[False].done]
+    assert 2 <= min(lengths) < max(lengths) <= 5 and len(lengths) == 8
+    assert [len(a.gaps_s) for a in runs[True].done] == [n - 1 for n in lengths]
+    assert all(a.gaps_s == () for a in runs[False].done)
 
 
 def test_the_command_measures_a_server_that_is_given(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from bench.serve.shapes import LLAMA_3_70B, make_toy
 from bench.speed.tensor import __main__ as tensor
+from bench.speed.tensor.large import limit_s
 from octavo.distributed.mesh import Mesh
 from tests.ranks import run_group
 
@@ -19,6 +21,11 @@ def bench(_: int, world: int) -> dict[str, Any]:
         assert tensor.main(["--toy", "--device", "cpu", "--commit", "abc", "--out", shared], mesh) == 0
         mesh.barrier()
         record: dict[str, Any] = json.loads(Path(shared, "tensor.json").read_text())
+        mesh.barrier()
+        alone = ["--toy", "--device", "cpu", "--only", "training", "--layout", "reduce", "--out", shared]
+        assert tensor.main(alone, mesh) == 0
+        mesh.barrier()
+        record["reduce alone"] = json.loads(Path(shared, "tensor.json").read_text())["rows"]
         mesh.barrier()
     return record
 
@@ -34,3 +41,19 @@ def test_every_part_has_its_rows() -> None:
     assert len(differing) == 3 and all(row["value"] == 0 for row in differing)
     shared = rows["2 GPUs, gather, exact", "output throughput, exact over reduce"]
     assert shared["value"] > 0 and shared["peer"].endswith("reduce") and record["commit"] == "abc"
+    metrics = [row["metric"] for row in record["rows"]]
+    assert metrics.count("tokens/s over one GPU") == 3 and metrics.count("a norm's gradient against one GPU's") == 3
+    assert metrics.count("speed over a bf16 gather") == 1 and metrics.count("refit") == 2
+    assert metrics.count("gather and cut, of that") == 2 and metrics.count("share of the roofline") == 2
+    assert all(row["case"].endswith("reduce") and row["peer"] is None for row in record["reduce alone"])
+
+
+def test_the_limit_of_a_large_model_is_what_bytes_and_operations_leave() -> None:
+    config = make_toy(LLAMA_3_70B)
+    dense, head, kv = 2 * (128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 256), 512 * 128, 2 * 2 * 2 * (32 + 4)
+    prompts = [([0] * 10, 3), ([0] * 20, 2)]  # two steps after the first token, of two sequences and of one
+    moved = 2 * (dense + 2 * head) + kv * (11 + 21 + 12)
+    flops = 2 * dense * 30 + 2 * head * 2 + 4 * 2 * 128 * (10**2 + 20**2) / 2
+    assert limit_s(config, prompts, 2, 1e9) == pytest.approx((moved / 1e9 + flops / 1.979e15) / 2)
+    operations = flops + 2 * (dense + head) * 3 + 4 * 2 * 128 * (11 + 21 + 12)
+    assert limit_s(config, prompts, 1, 1e30) == pytest.approx(operations / 1.979e15)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.distributed import torch_private
 from tests.ranks import run_group
@@ -83,6 +84,18 @@ def test_after_a_failed_start_groups_are_counted_from_0_again() -> None:
     assert names.group_count == 1 and not dist.is_initialized()
     torch_private.forget_group_names()
     assert names.group_count == 0
+
+
+def test_no_mode_sees_what_is_done_outside() -> None:
+    class Refusing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise RuntimeError(f"{func} was seen")
+
+    with Refusing():
+        with pytest.raises(RuntimeError, match="was seen"):
+            torch.zeros(1)
+        with torch_private.outside_modes():
+            assert torch.zeros(1).item() == 0
 
 
 def test_no_function_is_left_out() -> None:

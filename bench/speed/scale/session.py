@@ -51,6 +51,7 @@ class Session:
         out: folder of the record; None for nowhere.
         commit: of the tree that is measured; None asks git.
         profiles: print what takes longest in one step of the parts that can tell.
+        layouts: names of those that parts with several run; none for all.
     """
 
     mesh: Mesh
@@ -60,6 +61,7 @@ class Session:
     out: Path | None = None
     commit: str | None = None
     profiles: bool = False
+    layouts: Collection[str] = ()
     complaints: list[str] = dataclasses.field(default_factory=list)
 
     @property

@@ -1,6 +1,8 @@
-"""Qwen3-8B's shape with random weights, whole or cut among the session's ranks."""
+"""Qwen3-8B's shape, and others, with random weights, whole or cut among the session's ranks."""
 
 import dataclasses
+from collections.abc import Iterable
+from typing import Any
 
 from bench.serve.shapes import QWEN3_8B, build_model, make_toy
 from bench.speed.scale.session import Session
@@ -18,28 +20,44 @@ class Layout:
     Args:
         mode: of parallelize; None for one GPU.
         exact: numerics.
+        sequence_parallel: of parallelize: between linears each rank has some of the tokens.
     """
 
     mode: TensorMode | None
-    exact: bool
+    exact: bool = False
+    sequence_parallel: bool = False
 
     @property
     def label(self) -> str:
         """As tables name it."""
-        return f"{self.mode or 'one GPU alone'}{', exact' if self.exact else ''}"
+        sequence = ", sequence parallel" if self.sequence_parallel else ""
+        return f"{self.mode or 'one GPU alone'}{', exact' if self.exact else ''}{sequence}"
+
+    def case(self, session: Session) -> str:
+        """As cases name it, with the number of GPUs."""
+        return self.label if self.mode is None else f"{session.mesh.world_size} GPUs, {self.label}"
+
+    def cut(self, session: Session, model: Decoder) -> None:
+        """Cut a model among the session's ranks and say so; one GPU's stays whole."""
+        if self.mode is not None:
+            options: dict[str, Any] = {"sequence_parallel": True} if self.sequence_parallel else {}
+            session.say(f"  {parallelize(model, TensorGroup.of(), mode=self.mode, **options)}")
 
 
-ONE_GPU, ONE_GPU_EXACT = Layout(None, exact=False), Layout(None, exact=True)
-REDUCE, GATHER, GATHER_EXACT = (
-    Layout("reduce", exact=False),
-    Layout("gather", exact=False),
-    Layout("gather", exact=True),
-)
+ONE_GPU, ONE_GPU_EXACT = Layout(None), Layout(None, exact=True)
+REDUCE, GATHER, GATHER_EXACT = Layout("reduce"), Layout("gather"), Layout("gather", exact=True)
+LAYOUTS = {"one": ONE_GPU, "reduce": REDUCE, "gather": GATHER, "gather-exact": GATHER_EXACT}  # as --layout names them
 
 
-def config_of(session: Session, num_layers: int | None = None) -> ModelConfig:
+def wanted(session: Session, layouts: Iterable[Layout]) -> list[Layout]:
+    """Those that --layout names; without it all."""
+    asked = [LAYOUTS[name] for name in session.layouts]
+    return [layout for layout in layouts if not asked or layout in asked]
+
+
+def config_of(session: Session, num_layers: int | None = None, full: ModelConfig = QWEN3_8B) -> ModelConfig:
     """The shape, of so many layers or all."""
-    config = make_toy(QWEN3_8B) if session.is_toy else QWEN3_8B
+    config = make_toy(full) if session.is_toy else full
     if session.is_toy:  # parts of whole blocks on each of two ranks
         config = dataclasses.replace(config, head_dim=128, intermediate_size=512, hidden_size=256)
     return config if num_layers is None else dataclasses.replace(config, num_layers=num_layers)
@@ -48,6 +66,5 @@ def config_of(session: Session, num_layers: int | None = None) -> ModelConfig:
 def build(session: Session, config: ModelConfig, layout: Layout, recipe: str = "blockwise", kv: str = "fp8") -> Decoder:
     """The same weights under every layout."""
     model = build_model(config, Numerics(get_recipe(recipe), kv, layout.exact), session.device.type)
-    if layout.mode is not None:
-        session.say(f"  {parallelize(model, TensorGroup.of(), mode=layout.mode)}")
+    layout.cut(session, model)
     return model

@@ -2,9 +2,8 @@
 
 import functools
 import math
-import time
 
-import torch
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from bench.report import THROUGHPUT
@@ -13,12 +12,13 @@ from bench.serve.measure import EngineRun, median_run, percentile, run_requests,
 from bench.serve.rows import add_runs
 from bench.serve.workloads import MAX_NUM_SEQS, MEMORY_SHARE, WORKLOADS, Requests, Workload, shrink
 from bench.speed.scale.session import Session
-from bench.speed.tensor.models import GATHER, GATHER_EXACT, ONE_GPU, REDUCE, Layout, build, config_of
+from bench.speed.tensor.models import LAYOUTS, ONE_GPU, REDUCE, Layout, build, config_of, wanted
+from bench.timing import synchronize
+from octavo.models import Decoder
 from octavo.serve import LLM
 from octavo.serve.engine import Engine
 
-LAYOUTS = (ONE_GPU, REDUCE, GATHER, GATHER_EXACT)
-_NUM_RUNS = 3
+_NUM_RUNS, _NUM_LONG_RUNS = 3, 2
 _PROFILED_PROMPT_LEN, _PROFILED_TOKENS, _TOP_KERNELS = 64, 40, 24
 
 
@@ -34,15 +34,15 @@ def mixed(session: Session) -> None:
 
 def long(session: Session) -> None:
     """64 requests of 8192 tokens in and 512 out."""
-    _measure(session, WORKLOADS["8b-64x8192"])
+    _measure(session, WORKLOADS["8b-64x8192"], _NUM_LONG_RUNS)
 
 
-def _measure(session: Session, workload: Workload) -> None:
+def _measure(session: Session, workload: Workload, num_runs: int = _NUM_RUNS) -> None:
     workload = shrink(workload) if session.is_toy else workload
     requests = workload.draw(config_of(session).vocab_size, workload.num_requests)
     found: dict[str, EngineRun] = {}
-    for layout in LAYOUTS:
-        run = functools.partial(_run, session, workload, requests, layout, found)
+    for layout in wanted(session, LAYOUTS.values()):
+        run = functools.partial(_run, session, workload, requests, layout, found, num_runs)
         session.attempt(f"{workload.name} {layout.label}", run)
 
 
@@ -52,19 +52,11 @@ def _run(
     requests: Requests,
     layout: Layout,
     found: dict[str, EngineRun],
+    num_runs: int,
 ) -> None:
-    model = build(session, config_of(session), layout)
-    limits: dict[str, float] = {"max_num_seqs": min(MAX_NUM_SEQS, len(requests)), "max_model_len": workload.max_len}
-    limits |= {"gpu_memory_utilization": MEMORY_SHARE}
-    llm = LLM(model, enable_prefix_caching=False, **(QUICK_LIMITS if session.is_toy else limits))  # type: ignore[arg-type]
-    warm_up(llm.engine, requests, math.inf)
-    runs = []
-    for _ in range(1 if session.is_toy else _NUM_RUNS):
-        session.mesh.barrier()
-        runs.append(run_requests(llm.engine, requests, "cpu", math.inf))
+    engine, runs = time_runs(session, build(session, config_of(session), layout), workload, requests, num_runs)
     run = median_run(runs)
-    name = layout.label if layout.mode is None else f"{session.mesh.world_size} GPUs, {layout.label}"
-    case = f"{workload.label}: {name}"
+    case = f"{workload.label}: {layout.case(session)}"
     base = found.get(ONE_GPU.label)
     peer = (f"{workload.label}: one GPU alone", base.output_tokens_per_s) if base else (None, None)
     add_runs(session.record, case, runs, peer=peer[0], peer_value=peer[1])
@@ -83,20 +75,38 @@ def _run(
     found[layout.label] = run
     session.say(said)
     if session.profiles:
-        _profile(session, llm.engine, requests, case)
+        profile_steps(session, engine, requests, case)
 
 
-def _profile(session: Session, engine: Engine, requests: Requests, case: str) -> None:
-    """Print the kernels of some decode steps; prompts are short."""
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if session.device.type == "cuda" else [])]
+def time_runs(
+    session: Session, model: Decoder, workload: Workload, requests: Requests, num_runs: int
+) -> tuple[Engine, list[EngineRun]]:
+    """Warm an engine up, then let it answer the requests so often; all ranks begin each run together."""
+    limits: dict[str, float] = {"max_num_seqs": min(MAX_NUM_SEQS, len(requests)), "max_model_len": workload.max_len}
+    limits |= {"gpu_memory_utilization": MEMORY_SHARE}
+    llm = LLM(model, enable_prefix_caching=False, **(QUICK_LIMITS if session.is_toy else limits))  # type: ignore[arg-type]
+    warm_up(llm.engine, requests, math.inf)
+    runs = []
+    for _ in range(1 if session.is_toy else num_runs):
+        session.mesh.barrier()
+        runs.append(run_requests(llm.engine, requests, "cpu", math.inf))
+    return llm.engine, runs
+
+
+def profile_steps(session: Session, engine: Engine, requests: Requests, case: str) -> None:
+    """Print what decode steps take without the profiler, and their kernels; prompts are short."""
+    is_cuda = session.device.type == "cuda"
+    short = [(ids[:_PROFILED_PROMPT_LEN], _PROFILED_TOKENS) for ids, _ in requests]
+    plain = run_requests(engine, short, "cpu", math.inf)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
     with profile(activities=activities) as profiler:
-        began = time.perf_counter()
-        short = [(ids[:_PROFILED_PROMPT_LEN], _PROFILED_TOKENS) for ids, _ in requests]
-        run_requests(engine, short, "cpu", math.inf)
-        if session.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - began
-    key = "self_device_time_total" if session.device.type == "cuda" else "self_cpu_time_total"
+        seconds = run_requests(engine, short, "cpu", math.inf).seconds
+        synchronize(session.device)
+    said = f"{case}: {1e3 * percentile(plain.gaps_s, 50):.3f} ms a decode step (median) without the profiler"
+    if is_cuda:
+        said += f", GPU busy for {_busy_s(profiler) / plain.seconds:.0%} of such a run, its prompts included"
+    session.say(said)
+    key = "self_device_time_total" if is_cuda else "self_cpu_time_total"
     rows = sorted(profiler.key_averages(), key=lambda row: -getattr(row, key))[:_TOP_KERNELS]
     session.say(
         f"{case}: {1e3 * seconds / _PROFILED_TOKENS:.3f} ms a step under the profiler; us a step, calls, us a call"
@@ -106,3 +116,17 @@ def _profile(session: Session, engine: Engine, requests: Requests, case: str) ->
         session.say(
             f"{total:10.1f} {row.count / _PROFILED_TOKENS:8.1f} {getattr(row, key) / row.count:8.2f}  {row.key[:100]}"
         )
+
+
+def _busy_s(profiler: profile) -> float:
+    """Seconds in which the GPU had a kernel or a copy at work, on any stream."""
+    spans = [event.time_range for event in profiler.events() if _is_work(event)]
+    busy_us, until = 0.0, -math.inf
+    for span in sorted(spans, key=lambda span: float(span.start)):
+        busy_us += max(0.0, span.end - max(span.start, until))
+        until = max(until, span.end)
+    return busy_us / 1e6
+
+
+def _is_work(event: FunctionEvent) -> bool:
+    return event.device_type.name == "CUDA" and not event.is_user_annotation

@@ -12,7 +12,6 @@ from octavo.nn.fusion import FusedLayer, fusable
 from octavo.nn.linear import Linear
 from octavo.nn.rms_norm import RMSNorm
 from octavo.nn.rope import RotaryEmbedding
-from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
 from octavo.ops.attention.qkv_cache import HeadNorms, Rotation
 

@@ -32,13 +32,13 @@ def check(group: TensorGroup, pieces: list[torch.Tensor], kind: str, scaling: Sc
         made, want = group.gather_codes(quantize(own, scaling)), quantize(reference.gather(pieces), scaling)
         assert_bitwise(made.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
         assert_bitwise(made.scale, want.scale)
-        assert made.scale.stride() == want.scale.stride()
+        assert made.scale.stride(0) == want.scale.stride(0)
     elif kind == "row codes":
         want = quantize(pieces[0], scaling)
         made = group.gather_row_codes(quantize(pieces[0][mine], scaling), num_rows)
         assert_bitwise(made.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
         assert_bitwise(made.scale, want.scale)
-        assert made.scale.stride() == want.scale.stride()
+        assert made.scale.stride(0) == want.scale.stride(0)
     else:
         assert_bitwise(RowShare(pieces[0][mine], num_rows, group).whole(), pieces[0])
 

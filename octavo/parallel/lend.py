@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from octavo.distributed.shards import is_distributed, local, shard_of
+from octavo.distributed.collectives import all_gather_into
+from octavo.distributed.shards import is_distributed, local, rows_of, shard_of
 from octavo.models.export import reshard
 from octavo.nn.linear import Linear
 from octavo.nn.live_weights import own_slices
@@ -85,9 +87,18 @@ def _whole_values(model: nn.Module, view: nn.Module) -> Iterator[tuple[str, torc
     reshard(model)  # what is gathered already may be codes
     theirs = dict(model.named_parameters())
     for name, param in view.named_parameters():
-        like = theirs[name]
-        value = shard_of(local(like).to(param.dtype), like, like.shape)
-        yield name, value.full_tensor() if is_distributed(value) else value  # type: ignore[attr-defined]
+        yield name, _whole(theirs[name], param.dtype)
+
+
+def _whole(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A parameter of which each rank has rows, rounded to a dtype first."""
+    part, groups = local(like).to(dtype), rows_of(like).groups
+    if len(groups) == 1 and len(part) * dist.get_world_size(groups[0]) == len(like):
+        made = part.new_empty(like.shape)  # past DTensor, which takes the host longer than most parameters travel
+        all_gather_into(made.view(-1), part.reshape(-1), group=groups[0])
+        return made
+    value = shard_of(part, like, like.shape)
+    return value.full_tensor() if is_distributed(value) else value  # type: ignore[attr-defined,no-any-return]
 
 
 def _put(module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:

@@ -44,6 +44,8 @@ class ParallelSection(Config):
         tensor_parallel_degree: ranks among which each linear is cut (octavo.parallel.parallelize).
         tensor_parallel_mode: "gather" for forwards in the bits of one GPU, "reduce" for fewer messages; left out, as
             parallelize has it: "reduce" unless the numerics are exact.
+        sequence_parallel: ranks that cut each linear have their own tokens alone between linears, which divides the
+            memory of norms and residual sums by them.
         context_parallel_degree: 1; more is not supported yet.
         pipeline_parallel_degree: 1; more is not supported yet.
         expert_parallel_degree: 1; more is not supported yet.
@@ -59,6 +61,7 @@ class ParallelSection(Config):
     data_parallel_shard_degree: int = Field(default=-1, ge=-1)
     tensor_parallel_degree: PositiveInt = 1
     tensor_parallel_mode: Literal["gather", "reduce"] | None = None
+    sequence_parallel: bool = False
     context_parallel_degree: PositiveInt = 1
     pipeline_parallel_degree: PositiveInt = 1
     expert_parallel_degree: PositiveInt = 1
@@ -73,6 +76,11 @@ class ParallelSection(Config):
                 raise ValueError(f"{key} must be 1, got {getattr(self, key)}: {rule}")
         if self.data_parallel_shard_degree == 0:
             raise ValueError("data_parallel_shard_degree must be -1 (all that are left) or at least 1, got 0")
+        if self.sequence_parallel and self.tensor_parallel_degree == 1:
+            raise ValueError(
+                "sequence_parallel cuts tokens among the ranks that cut each linear, and tensor_parallel_degree is 1; "
+                "set that to 2 or more, or leave sequence_parallel out"
+            )
         return self
 
     def refuse_tensor(self, command: str) -> None:

@@ -6,6 +6,7 @@ from torch import nn
 
 from octavo.deprecation import former_keywords
 from octavo.distributed.tensor_group import PartialRows, RowShare, TensorGroup, whole
+from octavo.distributed.token_shards import TokenShards
 from octavo.errors import DtypeError, RecipeError, ShapeError
 from octavo.models.checkpoint.kv_scales import KVScales
 from octavo.models.config import ModelConfig
@@ -55,6 +56,7 @@ class Decoder(FusedLayer):
         weight_version: grows by one at each commit of new weights.
         kv_scales: known scales of the KV cache that a checkpoint came with, one KVScales a layer, or none.
         tensor_group: the ranks among which its linears are cut (octavo.parallel.parallelize), or None.
+        token_shards: how these cut the tokens between linears where gradients are enabled, or None.
         kv_table: the scales that trainer and engine write K and V under where numerics.kv_scales asks for one of each a
             layer, else None; set_numerics makes it.
 
@@ -87,6 +89,7 @@ class Decoder(FusedLayer):
         self.kv_scales: tuple[KVScales, ...] = ()
         self.kv_table: KVScaleTable | None = None
         self.tensor_group: TensorGroup | None = None
+        self.token_shards: TokenShards | None = None
         self.register_buffer("logit_mask", None, persistent=False)
         # Resuming or any other load is a commit too.
         self.register_load_state_dict_post_hook(_commit_loaded)
@@ -164,14 +167,20 @@ class Decoder(FusedLayer):
                 f"token_ids must be the context's packed tokens {tuple(context.positions.shape)}, got shape "
                 f"{tuple(token_ids.shape)}; sequences follow each other without padding"
             )
-        x: torch.Tensor | RowShare = F.embedding(token_ids, self.embed_tokens.weight)  # [T, hidden_size]
+        embedded = F.embedding(token_ids, self.embed_tokens.weight)  # [T, hidden_size]
+        shards = self.token_shards if torch.is_grad_enabled() else None
+        if shards is not None:  # the gradient comes back whole, so that the embedding's is the same on all ranks
+            shards.num_tokens = len(token_ids)
+            embedded = shards.own(embedded)
+        x: torch.Tensor | RowShare = embedded
         addend: torch.Tensor | PartialRows | None = None
         for layer in self.layers:
             if not torch.is_grad_enabled() and self.fuses(layer):
                 x, addend = layer.advance(x, addend, context)  # type: ignore[operator]
             else:
                 x, addend = layer(whole(x) if addend is None else whole(x) + whole(addend), context), None
-        return self.norm(whole(x) if addend is None else whole(x) + whole(addend))
+        hidden = self.norm(whole(x) if addend is None else whole(x) + whole(addend))
+        return hidden if shards is None else shards.join(hidden)
 
     def fused_modules(self) -> list[nn.Module]:
         """See FusedLayer: without gradients the sum at the end of a layer is made by the next one's norm."""

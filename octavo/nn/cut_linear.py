@@ -11,6 +11,7 @@ from torch import nn
 
 from octavo.distributed.cut import Cut
 from octavo.distributed.tensor_group import PartialRows, TensorGroup
+from octavo.distributed.token_shards import TokenShards
 from octavo.errors import ConfigError, RecipeError, ShapeError
 from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.functional.linear import quantize_input
@@ -37,6 +38,8 @@ class CutLinear(Linear):
         mode: how sums over in_features are made, "gather" or "reduce".
         repeats_rows: ranks share some of the rows, which then cannot be trained.
         cut: where the weight lies in the whole one; None where parallelize has not made it.
+        token_shards: with gradients a ColumnLinear takes, and a RowLinear makes, this rank's tokens alone [t, ...];
+            None for all tokens on every rank, as without gradients.
     """
 
     is_cut = True
@@ -45,6 +48,7 @@ class CutLinear(Linear):
     mode: TensorMode
     repeats_rows = False
     cut: Cut | None = None
+    token_shards: TokenShards | None = None
 
     def is_sliced(self, role: str) -> bool | None:
         """Whether each rank sees a slice of what an observer gets as `role`; None where it sees a part of a sum."""
@@ -130,9 +134,14 @@ class ColumnLinear(CutLinear):
         self._set_up(group, check_mode(mode), "out")
 
     def forward(self, x: torch.Tensor, *, bias_to: list[torch.Tensor | None] | None = None) -> torch.Tensor:
-        """x [..., K], the same on all ranks -> [..., N / G] of x's dtype; [..., N] with gather_output."""
+        """x [..., K], the same on all ranks -> [..., N / G] of x's dtype; [..., N] with gather_output.
+
+        With token_shards and gradients: x [t, K], this rank's tokens -> [T, N / G], all of them.
+        """
         self.check()
-        out = super().forward(self.tensor_group.share(x) if torch.is_grad_enabled() else x, bias_to=bias_to)
+        if torch.is_grad_enabled():
+            x = self.tensor_group.share(x) if self.token_shards is None else self.token_shards.gather(x)
+        out = super().forward(x, bias_to=bias_to)
         if not self.gather_output:
             return out
         return self.tensor_group.join_columns(out.reshape(-1, out.shape[-1])).view(*x.shape[:-1], -1)
@@ -192,7 +201,10 @@ class RowLinear(CutLinear):
         self._set_up(group, mode, "out" if mode == "gather" else "in")
 
     def forward(self, x: torch.Tensor, *, bias_to: list[torch.Tensor | None] | None = None) -> torch.Tensor:
-        """x [..., K / G], this rank's columns -> [..., N] of x's dtype, the same bits on all ranks."""
+        """x [..., K / G], this rank's columns -> [..., N] of x's dtype, the same bits on all ranks.
+
+        With token_shards and gradients: x [T, K / G] -> [t, N], of this rank's tokens.
+        """
         assert bias_to is None, "an activation does not follow a RowLinear"
         if x.shape[-1] != self.num_columns:
             raise ShapeError(
@@ -200,16 +212,20 @@ class RowLinear(CutLinear):
             )
         self.check()
         flat, recipe = x.reshape(-1, self.num_columns), effective_recipe(self.recipe)
+        group, shards = self.tensor_group, self.token_shards if torch.is_grad_enabled() else None
         if self.mode == "reduce":
-            bias: list[torch.Tensor | None] = []
-            out = self.tensor_group.add(super().forward(flat, bias_to=bias))
-            out = out if bias[0] is None else out + bias[0]
+            biases: list[torch.Tensor | None] = []
+            out, bias = super().forward(flat, bias_to=biases), biases[0]
+            out = group.add(out) if shards is None else shards.add(out)
+            if bias is not None:
+                out = out + (bias if shards is None else group.share(bias))
         elif self._sends_codes(recipe):
             plan = self.begin(recipe)
             out = self.infer_codes(quantize_input(flat, plan, columns=False, observe=False)[0], plan, x.dtype)
         else:
-            out = self.tensor_group.join_columns(super().forward(self.tensor_group.gather_columns(flat)))
-        return out.view(*x.shape[:-1], -1)
+            out = super().forward(group.gather_columns(flat))
+            out = group.join_columns(out) if shards is None else shards.exchange(out)
+        return out.view(*x.shape[:-1], -1) if shards is None else out
 
     def infer_codes(
         self, rows: QuantizedTensor, plan: LinearPlan, dtype: torch.dtype, *, with_bias: bool = True

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from octavo.distributed.tensor_group import PartialRows, RowShare, whole
+from octavo.distributed.token_shards import TokenShards
 from octavo.nn.attention import Attention
 from octavo.nn.attention_context import AttentionContext
 from octavo.nn.functional.norm_linear import norm_linear
@@ -25,7 +26,13 @@ class DecoderLayer(FusedLayer):
         mlp: the MLP block.
         hidden_size: model width.
         eps: of both norms.
+
+    Attributes:
+        token_shards: how tokens are cut among tensor-parallel ranks; with gradients x and the result are then this
+            rank's own, [t, hidden_size]. None for all tokens on every rank.
     """
+
+    token_shards: TokenShards | None = None
 
     def __init__(
         self,
@@ -60,6 +67,8 @@ class DecoderLayer(FusedLayer):
             The stream after the layer, in the same two parts.
         """
         attn, mlp = self.self_attn, self.mlp
+        if self.token_shards is not None:
+            self.token_shards.num_tokens = context.positions.shape[0]
         if not self.fuses(*self.children()):
             x = whole(x) if addend is None else whole(x) + whole(addend)
             x = x + attn(self.input_layernorm(x), context)
@@ -89,7 +98,12 @@ class ParallelDecoderLayer(FusedLayer):
         mlp: the MLP block.
         hidden_size: model width.
         eps: of the norm.
+
+    Attributes:
+        token_shards: as DecoderLayer's.
     """
+
+    token_shards: TokenShards | None = None
 
     def __init__(
         self,
@@ -117,6 +131,8 @@ class ParallelDecoderLayer(FusedLayer):
         """The layer between two sums, as DecoderLayer.advance; both branches read one norm, quantized once."""
         norm, attn, mlp = self.input_layernorm, self.self_attn, self.mlp
         linears = (attn.qkv_proj, mlp.fc_in, mlp.fc_out)
+        if self.token_shards is not None:
+            self.token_shards.num_tokens = context.positions.shape[0]
         if self.fuses(*self.fused_modules()) and can_infer_parallel(norm, *linears):
             qkv, out, x = infer_parallel(x, addend, norm, *linears, "gelu")
             return x, whole(attn.attend(qkv, context)) + out

@@ -3,8 +3,9 @@
 import torch
 from torch import nn
 
+from octavo.distributed.tensor_group import TensorGroup
 from octavo.nn.fusion import fusable
-from octavo.nn.rms_norm import apply_norm, initial_gamma
+from octavo.nn.rms_norm import apply_norm, initial_gamma, shared
 
 
 @fusable
@@ -17,6 +18,9 @@ class LayerNorm(nn.Module):
         bias: add one.
         zero_centered_gamma: multiply by 1 + weight; weight then starts at zero.
         dtype: of weight and bias.
+
+    Attributes:
+        tensor_group: as RMSNorm's.
     """
 
     def __init__(
@@ -35,7 +39,10 @@ class LayerNorm(nn.Module):
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         self.exact = False
+        self.tensor_group: TensorGroup | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size] -> the same shape and dtype."""
-        return apply_norm(x, self.weight, self.bias, self.eps, "layer_norm", self.zero_centered_gamma, self.exact)
+        weight = shared(self.weight, self.tensor_group)
+        bias = None if self.bias is None else shared(self.bias, self.tensor_group)
+        return apply_norm(x, weight, bias, self.eps, "layer_norm", self.zero_centered_gamma, self.exact)

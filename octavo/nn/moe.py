@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from octavo.distributed.token_shards import TokenShards
 from octavo.errors import ConfigError
 from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.functional.linear import quantize_input
@@ -137,6 +138,8 @@ class SparseMoE(nn.Module):
         recorder: called with the experts [T, S] int64 of every batch; None for none.
         replay: given the router's own choice [T, S] int64, the choice to compute with, whose weights and gradients are
             this router's; it must stay until the backward where layers are recomputed. None for the router's own.
+        token_shards: with gradients x and the result are this rank's tokens alone, of which every rank computes all;
+            None for all tokens on every rank.
     """
 
     def __init__(
@@ -159,6 +162,7 @@ class SparseMoE(nn.Module):
         self.statistics: RouterStatistics | None = None
         self.recorder: Callable[[torch.Tensor], None] | None = None
         self.replay: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.token_shards: TokenShards | None = None
         self.gate = Router(hidden_size, num_experts, dtype=dtype, device=device)
         self.experts = Experts(
             hidden_size, intermediate_size, num_experts, num_experts_per_tok, dtype=dtype, device=device
@@ -166,6 +170,11 @@ class SparseMoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H] -> [T, H] of x's dtype."""
+        if self.token_shards is None or not torch.is_grad_enabled():
+            return self._mix(x)
+        return self.token_shards.own(self._mix(self.token_shards.join(x)))
+
+    def _mix(self, x: torch.Tensor) -> torch.Tensor:
         alignment = self.experts.alignment(x.device, training=torch.is_grad_enabled())
         logits = self.gate(x)
         top_k, normalize, coefs = self.num_experts_per_tok, self.norm_topk_prob, (self.aux_loss_coef, self.z_loss_coef)

@@ -46,9 +46,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size] -> the same shape and dtype."""
-        weight = self.weight
-        if self.tensor_group is not None and torch.is_grad_enabled():
-            weight = self.tensor_group.share(weight)  # type: ignore[assignment]
+        weight = shared(self.weight, self.tensor_group)
         return apply_norm(x, weight, None, self.eps, "rms_norm", self.zero_centered_gamma, self.exact)
 
 
@@ -57,6 +55,11 @@ def initial_gamma(
 ) -> torch.Tensor:
     """The weight that multiplies by 1."""
     return torch.full((hidden_size,), 0.0 if zero_centered_gamma else 1.0, dtype=dtype, device=device)
+
+
+def shared(parameter: torch.Tensor, tensor_group: TensorGroup | None) -> torch.Tensor:
+    """A norm's parameter, whose gradient is the sum of these ranks' where there are any."""
+    return tensor_group.share(parameter) if tensor_group is not None and torch.is_grad_enabled() else parameter
 
 
 def apply_norm(

@@ -8,9 +8,21 @@ from torch import nn
 
 from octavo.distributed.cut import Cut
 from octavo.distributed.tensor_group import TensorGroup
+from octavo.distributed.token_shards import TokenShards
 from octavo.errors import ConfigError, ShapeError
 from octavo.models.decoder import Decoder
-from octavo.nn import MLP, Attention, GeluMLP, Linear, plan_fusion
+from octavo.nn import (
+    MLP,
+    Attention,
+    DecoderLayer,
+    GeluMLP,
+    LayerNorm,
+    Linear,
+    ParallelDecoderLayer,
+    RMSNorm,
+    SparseMoE,
+    plan_fusion,
+)
 from octavo.nn.cut_linear import ColumnLinear, CutLinear, RowLinear, TensorMode, check_mode
 from octavo.nn.weights.slices import Slices
 from octavo.ops.adamw import BLOCK
@@ -33,20 +45,25 @@ class CutReport:
         num_cut: linears of which this rank holds a slice.
         num_local_params: parameters that this rank holds.
         num_params: those of the model.
+        sequence_parallel: in training each rank has its own tokens between the linears.
     """
 
     mode: TensorMode
     num_cut: int
     num_local_params: int
     num_params: int
+    sequence_parallel: bool = False
 
     def __str__(self) -> str:
         promise = "one GPU's bits forward" if self.mode == "gather" else "partial sums are added: not one GPU's bits"
         share = self.num_local_params / max(self.num_params, 1)
-        return f"{self.num_cut} linears cut, {share:.0%} of the parameters here; {self.mode}: {promise}"
+        tokens = "; in training each rank has its own tokens between them" if self.sequence_parallel else ""
+        return f"{self.num_cut} linears cut, {share:.0%} of the parameters here; {self.mode}: {promise}{tokens}"
 
 
-def parallelize(model: Decoder, mesh: "Mesh | TensorGroup", *, mode: TensorMode | None = None) -> CutReport:
+def parallelize(
+    model: Decoder, mesh: "Mesh | TensorGroup", *, mode: TensorMode | None = None, sequence_parallel: bool = False
+) -> CutReport:
     """Keep this rank's slices of a Decoder's linears and let it compute with the other ranks of its group.
 
     Attention is cut by KV head (KV heads that are fewer than ranks are repeated), gate and up by column, o_proj and
@@ -62,6 +79,9 @@ def parallelize(model: Decoder, mesh: "Mesh | TensorGroup", *, mode: TensorMode 
         mode: "gather": each sum over in_features is made on one rank, so that hidden states, logprobs and samples have
             the bits of one GPU (bf16, rowwise, blockwise); its gradients have not, but are equal from run to run.
             "reduce": partial sums are added, fewer messages and other bits. None: gather where the model is exact.
+        sequence_parallel: where gradients are enabled, embedding, residual stream and norms are of a rank's own tokens,
+            and so is what they keep for the backward; linears gather their inputs, and scatter outputs over the tokens.
+            Any number of tokens goes; the promises of mode stay, as does all that is computed without gradients.
     Returns:
         What was cut. On one rank nothing is.
     Raises:
@@ -102,9 +122,21 @@ def parallelize(model: Decoder, mesh: "Mesh | TensorGroup", *, mode: TensorMode 
         if isinstance(block, Attention):
             _keep_heads(block, group)
     model.tensor_group = group
+    if sequence_parallel:
+        _cut_tokens(model, TokenShards(group))
     note_replaced(whole.values(), model.parameters())
     plan_fusion(model)
-    return CutReport(mode, len(made), sum(p.numel() for p in model.parameters()), num_params)
+    num_local_params = sum(p.numel() for p in model.parameters())
+    return CutReport(mode, len(made), num_local_params, num_params, sequence_parallel)
+
+
+def _cut_tokens(model: Decoder, shards: TokenShards) -> None:
+    """Let everything between the cut linears compute a rank's own tokens; the head has all of them."""
+    for module in model.modules():
+        if isinstance(module, Decoder | DecoderLayer | ParallelDecoderLayer | SparseMoE | CutLinear):
+            module.token_shards = None if module is model.lm_head else shards
+        elif isinstance(module, RMSNorm | LayerNorm):
+            module.tensor_group = shards.group
 
 
 def _plans(

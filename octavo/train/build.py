@@ -73,7 +73,8 @@ def cut_linears(model: Decoder, ranks: Mesh | TensorGroup, parallel: ParallelSec
         RecipeError: its recipe does not go with the mode.
         ShapeError: the ranks do not divide it.
     """
-    report = parallelize(model, ranks, mode=parallel.tensor_parallel_mode)
+    mode, sequence_parallel = parallel.tensor_parallel_mode, parallel.sequence_parallel
+    report = parallelize(model, ranks, mode=mode, sequence_parallel=sequence_parallel)
     for module in model.modules():
         if isinstance(module, CutLinear):
             module.check()

@@ -33,6 +33,7 @@ SIZES = {
 }  # fmt: skip
 CUT = {"tensor_parallel_degree": 2, "tensor_parallel_mode": "gather", "timeout_s": 60}
 REDUCE = {**CUT, "tensor_parallel_mode": "reduce"}
+OWN_TOKENS = {"sequence_parallel": True}
 STATISTICS = {"every": 4, "layers": ["layers.0.mlp.down_proj", "layers.0.self_attn.qkv_proj"]}
 COMPACT = {"state_dtype": "fp8"}
 STEPS = 20
@@ -74,6 +75,9 @@ def job(rank: int, corpus: str, folder: str) -> dict[str, str]:
     run("reduce", parallel=REDUCE, statistics=STATISTICS)
     run("gather", statistics=STATISTICS)
     run("chain", optimizer=COMPACT, steps=2)
+    for name, mode in (("own tokens", CUT), ("own tokens reduce", REDUCE)):
+        run(name, parallel=mode | OWN_TOKENS, steps=3)
+        run(name, parallel=mode, steps=4)  # goes on with all tokens on every rank
     for name, steps in (("delayed", 2), ("delayed again", 3)):
         run(name, recipe="delayed", parallel=REDUCE, steps=steps)
     found = {}
@@ -133,6 +137,16 @@ def test_a_run_begins_with_the_bits_of_one_process_and_stays_near(
 def test_a_run_repeats_itself(folder: Path, ranks: list[dict[str, str]]) -> None:
     first, again = (summary(folder / name) for name in ("blockwise", "again"))
     assert [row[:4] for row in again] == [row[:4] for row in first[: len(again)]]
+
+
+def test_a_run_of_own_tokens_stays_near_and_goes_on_without(folder: Path, ranks: list[dict[str, str]]) -> None:
+    for name, without in (("own tokens", "blockwise"), ("own tokens reduce", "reduce")):
+        own, plain = (read_metrics(folder / run / METRICS_FILE) for run in (name, without))
+        assert [row.step for row in own] == [1, 2, 3, 4]
+        assert own[0].loss == plain[0].loss  # two ranks' partial sums have one order
+        for key in ("loss", "grad_norm"):
+            found = [[getattr(row, key) for row in rows[:4]] for rows in (own, plain)]
+            assert found[0] == pytest.approx(found[1], rel=0.01)
 
 
 def test_statistics_are_of_whole_tensors(corpus: Path, folder: Path, ranks: list[dict[str, str]]) -> None:

@@ -77,8 +77,8 @@ def test_a_flag_with_a_key_sets_it(flag: Flag) -> None:
     before = TrainConfig(precision={"recipe": "bf16", "dtype": "fp32"} if flag.name == "--bf16" else {})
     value = flag.value if flag.kind is bool else {int: 512, float: 0.0625, str: "x"}[flag.kind]
     value = next((choice for choice in flag.choices if choice != get(before, flag.key)), value)
-    fitting = "--hidden-size 1024 --global-batch-size 512 --train-iters 1024"
-    needs = {"--num-attention-heads", "--micro-batch-size", "--lr-warmup-iters"}
+    fitting = "--hidden-size 1024 --global-batch-size 512 --train-iters 1024 --tensor-model-parallel-size 2"
+    needs = {"--num-attention-heads", "--micro-batch-size", "--lr-warmup-iters", "--sequence-parallel"}
     given = read_flags(fitting if flag.name in needs else "") | {flag.name: True if flag.kind is bool else value}
     after, notes = apply_flags(before, given)
     assert str(get(after, flag.key)) == str(value) != str(get(before, flag.key))
@@ -199,7 +199,7 @@ def test_command_refuses(tmp_path: Path, run_octavo: RunOctavo) -> None:
         ("--fp8-recipe blockwise", "--fp8-recipe has no effect"),
         ("--fp8-param-gather", "--fp8-param-gather is refused"),
         ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2 is refused"),
-        ("--sequence-parallel", "--sequence-parallel is refused: tensor-parallel ranks hold whole activations"),
+        ("--sequence-parallel", "sequence_parallel cuts tokens among the ranks that cut each linear"),
         ("--fp8-format e5m2", "hybrid"),
     ):
         ended = run_octavo("train", config, *flags.split())

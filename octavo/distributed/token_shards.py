@@ -1,0 +1,103 @@
+"""The tokens of a batch cut among tensor-parallel ranks (sequence parallelism), and what travels between them.
+
+Legend: T packed tokens, t = ceil(T / ranks) rows of a rank, K columns. Rank r has rows r * t to (r + 1) * t; rows
+from T on are zeros, which fill up the last ranks and are cut off wherever rows meet.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from octavo.distributed.collectives import all_gather_into, reduce_scatter_into
+from octavo.distributed.tensor_group import TensorGroup
+
+_Move = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+class TokenShards:
+    """Between two blocks each rank has its own rows alone; what moves them is differentiable.
+
+    Attributes:
+        group: the ranks, each of which also holds slices of every linear.
+        num_tokens: T of the batch that a layer is computing; the layer sets it, also where it is recomputed.
+    """
+
+    def __init__(self, group: TensorGroup) -> None:
+        self.group, self.num_tokens = group, 0
+
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's rows [t, K] of what all ranks have alike, [T, K]; the gradient is every rank's, by rank."""
+        return self._move(x, self._cut, self._gathered)
+
+    def join(self, own: torch.Tensor) -> torch.Tensor:
+        """Every rank's rows, for what all ranks go on with alike: [t, K] -> [T, K]; the gradient is its own rows."""
+        return self._move(own, self._gathered, self._cut)
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        """As join, for what each rank goes on with by itself: the gradient is the sum of all ranks', own rows."""
+        return self._move(own, self._gathered, self._added)
+
+    def add(self, part: torch.Tensor) -> torch.Tensor:
+        """Own rows of the sum of the ranks' parts, in their dtype: [T, K] -> [t, K]; the gradient is every rank's."""
+        return self._move(part, self._added, self._gathered)
+
+    def exchange(self, columns: torch.Tensor) -> torch.Tensor:
+        """All columns of the own rows, of which each rank has its columns: [T, K / ranks] -> [t, K]."""
+        return self._move(columns, self._to_rows, self._to_columns)
+
+    def _move(self, x: torch.Tensor, move: _Move, back: _Move) -> torch.Tensor:
+        return _Moved.apply(x, move, back, self.num_tokens)  # type: ignore[no-any-return]
+
+    def _cut(self, x: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        num = -(-num_tokens // self.group.size)
+        return _filled(x[self.group.rank * num : (self.group.rank + 1) * num], num)
+
+    def _gathered(self, own: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        found = own.new_empty(self.group.size * own.shape[0], own.shape[1])
+        all_gather_into(found.view(-1), own.contiguous().view(-1), group=self.group.group)
+        return found[:num_tokens]
+
+    def _added(self, part: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        pieces = self._pieces(part)  # [ranks, t, K]
+        own = torch.empty_like(pieces[0])
+        reduce_scatter_into(own.view(-1), pieces.view(-1), group=self.group.group)
+        return own
+
+    def _to_rows(self, columns: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        pieces = self._pieces(columns)  # [ranks, t, K / ranks], by who gets them
+        received = torch.empty_like(pieces)
+        dist.all_to_all_single(received, pieces, group=self.group.group)
+        return received.transpose(0, 1).flatten(1)
+
+    def _to_columns(self, own: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        pieces = own.unflatten(1, (self.group.size, -1)).transpose(0, 1).contiguous()
+        received = torch.empty_like(pieces)
+        dist.all_to_all_single(received, pieces, group=self.group.group)
+        return received.flatten(0, 1)[:num_tokens]
+
+    def _pieces(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, K] -> [ranks, t, K], contiguous."""
+        num = -(-x.shape[0] // self.group.size) * self.group.size
+        x = x.contiguous() if num == x.shape[0] else _filled(x, num)
+        return x.unflatten(0, (self.group.size, -1))
+
+
+def _filled(x: torch.Tensor, num: int) -> torch.Tensor:
+    """A copy of x [n, K] with zeros after it: [num, K]."""
+    return F.pad(x, (0, 0, 0, num - x.shape[0]))
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, move: _Move, back: _Move, num_tokens: int) -> torch.Tensor:
+        ctx.back, ctx.num_tokens = back, num_tokens
+        return move(x, num_tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.back(grad, ctx.num_tokens), None, None, None

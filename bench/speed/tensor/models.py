@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
 
 from bench.serve.shapes import QWEN3_8B, build_model, make_toy
 from bench.speed.scale.session import Session
@@ -40,8 +39,8 @@ class Layout:
     def cut(self, session: Session, model: Decoder) -> None:
         """Cut a model among the session's ranks and say so; one GPU's stays whole."""
         if self.mode is not None:
-            options: dict[str, Any] = {"sequence_parallel": True} if self.sequence_parallel else {}
-            session.say(f"  {parallelize(model, TensorGroup.of(), mode=self.mode, **options)}")
+            options = {"mode": self.mode, "sequence_parallel": self.sequence_parallel}
+            session.say(f"  {parallelize(model, TensorGroup.of(), **options)}")  # type: ignore[arg-type]
 
 
 ONE_GPU, ONE_GPU_EXACT = Layout(None), Layout(None, exact=True)

@@ -17,11 +17,15 @@ from octavo.nn import PackedContext
 from octavo.numerics import Numerics, get_recipe
 from octavo.numerics.analysis import sqnr
 
+
+def _by_tokens(layout: Layout) -> Layout:
+    return dataclasses.replace(layout, sequence_parallel=True)
+
+
 # (recipe, its layouts); "delayed" is the fastest of bench.speed.fsdp, and gather refuses it
 CASES: tuple[tuple[str, tuple[Layout, ...]], ...] = (
-    # SWITCH ON with parallelize's own argument: dataclasses.replace(REDUCE, sequence_parallel=True), and so GATHER
-    ("blockwise", (ONE_GPU, REDUCE, GATHER)),
-    ("delayed", (ONE_GPU, REDUCE)),
+    ("blockwise", (ONE_GPU, REDUCE, _by_tokens(REDUCE), GATHER, _by_tokens(GATHER))),
+    ("delayed", (ONE_GPU, REDUCE, _by_tokens(REDUCE))),
 )
 _TOY = StackShape("a toy", 256, 512, 4, 2, 128, layers=2, batch=1, seq_len=64)
 _VOCAB_SIZE = 512  # rows of the embedding, which every rank has whole: they shall cost nothing beside the layers

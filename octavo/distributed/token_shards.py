@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from octavo.distributed.collectives import all_gather_into, reduce_scatter_into
 from octavo.distributed.tensor_group import TensorGroup
+from octavo.numerics.quantized import QuantizedTensor
 
 _Move = Callable[[torch.Tensor, int], torch.Tensor]
 
@@ -31,23 +32,54 @@ class TokenShards:
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's rows [t, K] of what all ranks have alike, [T, K]; the gradient is every rank's, by rank."""
-        return self._move(x, self._cut, self._gathered)
+        return self._move(x, self._cut, self.gathered)
 
     def join(self, own: torch.Tensor) -> torch.Tensor:
         """Every rank's rows, for what all ranks go on with alike: [t, K] -> [T, K]; the gradient is its own rows."""
-        return self._move(own, self._gathered, self._cut)
+        return self._move(own, self.gathered, self._cut)
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """As join, for what each rank goes on with by itself: the gradient is the sum of all ranks', own rows."""
-        return self._move(own, self._gathered, self._added)
+        return self._move(own, self.gathered, self._added)
 
     def add(self, part: torch.Tensor) -> torch.Tensor:
         """Own rows of the sum of the ranks' parts, in their dtype: [T, K] -> [t, K]; the gradient is every rank's."""
-        return self._move(part, self._added, self._gathered)
+        return self._move(part, self._added, self.gathered)
 
     def exchange(self, columns: torch.Tensor) -> torch.Tensor:
         """All columns of the own rows, of which each rank has its columns: [T, K / ranks] -> [t, K]."""
         return self._move(columns, self._to_rows, self._to_columns)
+
+    def are_full(self, num: int) -> bool:
+        """Whether ranks with num rows each have no zeros among them."""
+        return num * self.group.size == self.num_tokens
+
+    @torch.no_grad()
+    def gathered(self, own: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Every rank's rows, apart from autograd: [t, K] -> [num_tokens, K]."""
+        return self._by_rank(own, 0)[:num_tokens]
+
+    @torch.no_grad()
+    def gather_codes(self, own: QuantizedTensor, dim: int) -> QuantizedTensor:
+        """Every rank's codes and scales, by rank, where are_full.
+
+        Args:
+            own: of the rank's tokens, which lie along dim: [t, K] or [K, t], in whole blocks; under scales of all ranks
+                where one is of all tokens.
+        Returns:
+            [T, K] or [K, T], as quantize would have made it of the whole matrix.
+        """
+        codes = self._by_rank(own.qdata.view(torch.uint8), dim).view(own.qdata.dtype)
+        scale = own.scale if own.scaling.block_size[dim] == -1 else self._by_rank(own.scale, dim)
+        return QuantizedTensor.trusted(codes, scale, own.scaling)
+
+    def _by_rank(self, own: torch.Tensor, dim: int) -> torch.Tensor:
+        """Every rank's matrix side by side along dim, stored by rows or columns as one's own is."""
+        if not own.is_contiguous() and own.t().is_contiguous():
+            return self._by_rank(own.t(), 1 - dim).t()
+        found = own.new_empty(self.group.size, *own.shape)
+        all_gather_into(found.view(-1), own.contiguous().view(-1), group=self.group.group)
+        return found.flatten(0, 1) if dim == 0 else found.transpose(0, 1).flatten(1)
 
     def _move(self, x: torch.Tensor, move: _Move, back: _Move) -> torch.Tensor:
         return _Moved.apply(x, move, back, self.num_tokens)  # type: ignore[no-any-return]
@@ -55,11 +87,6 @@ class TokenShards:
     def _cut(self, x: torch.Tensor, num_tokens: int) -> torch.Tensor:
         num = -(-num_tokens // self.group.size)
         return _filled(x[self.group.rank * num : (self.group.rank + 1) * num], num)
-
-    def _gathered(self, own: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        found = own.new_empty(self.group.size * own.shape[0], own.shape[1])
-        all_gather_into(found.view(-1), own.contiguous().view(-1), group=self.group.group)
-        return found[:num_tokens]
 
     def _added(self, part: torch.Tensor, num_tokens: int) -> torch.Tensor:
         pieces = self._pieces(part)  # [ranks, t, K]

@@ -23,7 +23,7 @@ from octavo.nn.weights.cut import CutDim, CutWeight
 from octavo.nn.weights.operands import Operands
 from octavo.nn.weights.plan import LinearPlan
 from octavo.numerics.quantized import QuantizedTensor
-from octavo.numerics.recipe import Recipe
+from octavo.numerics.recipe import GEMMS, Recipe
 
 TensorMode = Literal["gather", "reduce"]
 TENSOR_MODES = ("gather", "reduce")
@@ -139,9 +139,12 @@ class ColumnLinear(CutLinear):
         With token_shards and gradients: x [t, K], this rank's tokens -> [T, N / G], all of them.
         """
         self.check()
-        if torch.is_grad_enabled():
-            x = self.tensor_group.share(x) if self.token_shards is None else self.token_shards.gather(x)
-        out = super().forward(x, bias_to=bias_to)
+        shards = self.token_shards if torch.is_grad_enabled() else None
+        if shards is not None and not self._keeps_own(len(x), shards):
+            x, shards = shards.gather(x), None
+        elif shards is None and torch.is_grad_enabled():
+            x = self.tensor_group.share(x)
+        out = self._run(x, bias_to, shards)
         if not self.gather_output:
             return out
         return self.tensor_group.join_columns(out.reshape(-1, out.shape[-1])).view(*x.shape[:-1], -1)
@@ -154,6 +157,22 @@ class ColumnLinear(CutLinear):
 
     def may_take_codes(self, recipe: Recipe) -> bool:
         return not self.gather_output
+
+    def _keeps_own(self, num: int, shards: TokenShards) -> bool:
+        """Whether this rank's num tokens are quantized here, and kept for the backward, instead of gathered before.
+
+        So they are in high precision, and where all scales are of one token, of a block of tokens that no rank shares,
+        or of all tokens. An observer wants to see all tokens.
+        """
+        recipe = effective_recipe(self.recipe)
+        if self.observer is not None or recipe.input is None:
+            return self.observer is None
+        if not all(recipe.in_fp8(gemm) for gemm in GEMMS) or recipe.input.is_per_tensor or self.saves_input:
+            return False
+        assert recipe.wgrad_input is not None, "its GEMM is in FP8"
+        block = recipe.wgrad_input.block_size[1]
+        is_local = block == -1 or num % block == 0
+        return is_local and shards.are_full(num) and not (self.source.is_sharded and torch.compiler.is_compiling())
 
 
 @fusable

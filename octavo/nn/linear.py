@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from octavo.distributed.tensor_group import PartialRows
+from octavo.distributed.token_shards import TokenShards
 from octavo.errors import DtypeError, RecipeError, ShapeError
 from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.functional.emulated import EmulatedLinearFunction
@@ -102,6 +103,12 @@ class Linear(WeightHolder):
             ShapeError: if the last dim is not in_features.
             DtypeError: for other dtypes.
         """
+        return self._run(x, bias_to, None)
+
+    def _run(
+        self, x: torch.Tensor, bias_to: list[torch.Tensor | None] | None, token_shards: TokenShards | None
+    ) -> torch.Tensor:
+        """forward; with token_shards (see LinearPlan) x is [t, K], and the output [T, N]."""
         bias = self.bias
         if bias_to is not None:
             goes_away = bias is not None and (self.source.is_sharded or is_partitioned(bias))
@@ -119,14 +126,15 @@ class Linear(WeightHolder):
         if recipe.input is not None:  # in FP8
             if self.exact:
                 self._check_exact(recipe)
-            out = self._forward_fp8(flat, bias, recipe)
+            out = self._forward_fp8(flat, bias, recipe, token_shards)
         else:
             if self.weight is None or not self.source.has_values:
                 raise RecipeError(
                     "this layer holds FP8 codes only, so it cannot run in high precision; load it with a bf16 recipe, "
                     "or shard the model without all_gather_dtype='fp8'"
                 )
-            out = HighPrecisionLinearFunction.apply(flat, self.weight, bias, self.exact, self.observer)
+            options = (self.exact, self.observer, token_shards)
+            out = HighPrecisionLinearFunction.apply(flat, self.weight, bias, *options)
         return out if is_matrix else out.view(*x.shape[:-1], self.out_features)
 
     def infer_codes(
@@ -156,7 +164,9 @@ class Linear(WeightHolder):
                 f"{recipe.name!r}: trainer and sampler would differ; change the model's numerics instead (set_numerics)"
             )
 
-    def _forward_fp8(self, flat: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe) -> torch.Tensor:
+    def _forward_fp8(
+        self, flat: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, token_shards: TokenShards | None = None
+    ) -> torch.Tensor:
         weight, is_training = self.weight, torch.is_grad_enabled()
         is_emulated = recipe.fake_quant or recipe.emulated
         has_values = weight is not None and self.source.has_values
@@ -173,4 +183,6 @@ class Linear(WeightHolder):
             return scaled_linear(flat, weight, bias, self.source, plan, training=False, needs_wgrad=False)[0]
         if flat.dtype == torch.float16 and not torch.compiler.is_compiling():
             warn_of_fp16()
+        if token_shards is not None:
+            plan = plan._replace(token_shards=token_shards)
         return ScaledLinearFunction.apply(flat, weight, bias, self.source, plan)

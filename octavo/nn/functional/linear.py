@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from octavo.distributed.token_shards import TokenShards
 from octavo.nn.functional.saved_operands import first_order_only
 from octavo.nn.weights.cut import quantize_shared, spans
 from octavo.nn.weights.delayed import DelayedState
@@ -55,6 +56,8 @@ def quantize_input(
     """The input's codes for the output GEMM [T, K] and, where columns are wanted, for grad_weight [K, T]."""
     recipe = plan.recipe
     assert recipe.input is not None, f"recipe {recipe.name!r} quantizes no input"
+    if plan.token_shards is not None:
+        return _quantize_own(x, plan, plan.token_shards, columns=columns)
     known = plan.known(DelayedState.INPUT, observe=observe)
     if plan.cut_dim == "in" and not known and spans(recipe.input, True):
         return _quantize_cut(x, recipe.input, recipe.wgrad_input if columns else None, plan)
@@ -76,6 +79,22 @@ def _quantize_cut(
             else quantize_columns(x, column_scaling)
         )
     return rows, columns
+
+
+def _quantize_own(
+    x: torch.Tensor, plan: LinearPlan, shards: TokenShards, *, columns: bool
+) -> tuple[QuantizedTensor, QuantizedTensor | None]:
+    """Codes of all tokens [T, K] and, where columns are wanted, of this rank's: [K, t], which the backward gathers."""
+    recipe = plan.recipe
+    assert recipe.input is not None and recipe.wgrad_input is not None, "ColumnLinear looks at the recipe"
+    of_columns = None
+    if columns and not spans(recipe.wgrad_input, True):
+        rows, of_columns = quantize_both(x, recipe.input, column_scaling=recipe.input_for_grad_weight)
+    else:
+        rows = quantize(x, recipe.input)
+        if columns:
+            of_columns = quantize_shared(x, recipe.wgrad_input, shards.group, columns=True)
+    return shards.gather_codes(rows, 0), of_columns
 
 
 def output_gemm(
@@ -251,6 +270,7 @@ class ScaledLinearFunction(torch.autograd.Function):
             grad_rows, grad_columns = quantize_grad_output(grad, plan, columns=columns)
         if wants_x:
             grad_x = _grad_input(grad, grad_rows, weight, ctx.source, plan, ctx.in_dtype)
+            grad_x = grad_x if plan.token_shards is None else plan.token_shards.add(grad_x)
         if wants_weight:
             grad_weight = _grad_weight(grad, grad_columns, saved, x, weight, plan)
         grad_bias = grad.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype) if wants_bias else None
@@ -304,6 +324,8 @@ def _grad_weight(
 ) -> torch.Tensor:
     """grad_output.t() @ input, in FP8, or in high precision over the input itself or its decoded codes."""
     if columns is not None:
+        if saved is not None and plan.token_shards is not None:
+            saved = plan.token_shards.gather_codes(saved, 1)
         if saved is None:
             assert x is not None and plan.recipe.wgrad_input is not None, "the input or its transposed codes were saved"
             known = plan.known(DelayedState.INPUT, observe=False)
@@ -329,7 +351,10 @@ def _remade_after(x: torch.Tensor, of_backward: torch.Tensor) -> torch.Tensor:
 
 
 class HighPrecisionLinearFunction(torch.autograd.Function):
-    """A linear in the input's dtype; exact mode applies to the forward."""
+    """A linear in the input's dtype; exact mode applies to the forward.
+
+    Of token shards it keeps the rank's own input, and gathers it again in the backward.
+    """
 
     @staticmethod
     def forward(
@@ -339,9 +364,13 @@ class HighPrecisionLinearFunction(torch.autograd.Function):
         bias: torch.Tensor | None,
         exact: bool,
         observer: Observer | None,
+        token_shards: TokenShards | None = None,
     ) -> torch.Tensor:
         """x [T, K] -> [T, N] of x's dtype."""
         ctx.save_for_backward(x, weight)
+        if token_shards is not None:
+            x = token_shards.gathered(x, token_shards.num_tokens)
+        ctx.token_shards = token_shards
         ctx.observer, ctx.bias_dtype = observer, None if bias is None else bias.dtype
         source = weight if weight.dtype == x.dtype else weight.to(x.dtype)
         out = hp_mm(x, source, bias=bias, exact=exact)
@@ -354,9 +383,12 @@ class HighPrecisionLinearFunction(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """grad [T, N] -> gradients of (x, weight, bias)."""
-        x, weight = ctx.saved_tensors
+        (x, weight), shards = ctx.saved_tensors, ctx.token_shards
         grad_x = hp_mm(grad, weight.to(grad.dtype).t()) if ctx.needs_input_grad[0] else None
+        if shards is not None:
+            grad_x = None if grad_x is None else shards.add(grad_x)
+            x = shards.gathered(x, grad.shape[0]) if ctx.needs_input_grad[1] else x
         grad_weight = hp_mm(grad.t(), x.t(), out_dtype=weight.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = grad.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         observe_backward(ctx.observer, grad, None, grad_x, grad_weight)
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from octavo.distributed.tensor_group import TensorGroup
+from octavo.distributed.token_shards import TokenShards
 from octavo.errors import RecipeError
 from octavo.nn.weights.delayed import DelayedState
 from octavo.numerics.quantized import QuantizedTensor
@@ -28,6 +29,7 @@ class LinearPlan(NamedTuple):
         input_quant_scale: [1] fp32 of a recipe with static_input, None without.
         tensor_group: tensor-parallel ranks that hold slices of the linear, None where this rank holds it whole.
         cut_dim: what they have slices of: "in" (input and weight, along K), "out" (weight and output, along N).
+        token_shards: the input is this rank's tokens alone, and all ranks' codes are multiplied; None for all tokens.
     """
 
     recipe: Recipe
@@ -39,6 +41,7 @@ class LinearPlan(NamedTuple):
     input_quant_scale: torch.Tensor | None = None
     tensor_group: TensorGroup | None = None
     cut_dim: str = ""
+    token_shards: TokenShards | None = None
 
     def known(self, slot: int, *, observe: bool) -> dict[str, Any]:
         """A quantizer's keyword arguments for one operand: delayed scaling's scale and amax, a static scale, or none.

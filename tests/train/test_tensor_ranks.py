@@ -117,7 +117,7 @@ def ranks(corpus: Path, folder: Path) -> list[dict[str, str]]:
 
 
 def one_process(corpus: Path, folder: Path, recipe: str, steps: int = STEPS, **settings: Any) -> Path:
-    name = f"one {recipe} {steps}"
+    name = " ".join(["one", recipe, str(steps), *settings])  # a run of another test would go on
     train(config_of(corpus, folder, name, recipe, steps, **settings), progress=False)
     return folder / name
 

@@ -169,7 +169,7 @@ def infer_norm(
     if isinstance(residual, PartialRows) and not plan.known(DelayedState.INPUT, observe=False):
         assert scaling is not None, "can_infer wants an output GEMM in FP8"
         options = {"bias": bias, "scaling": scaling, **rule._asdict()}
-        if residual.is_dealt():
+        if residual.is_dealt() and scaling.block_size[0] == 1:  # no scale is of tokens of two ranks
             group, num_rows = residual.tensor_group, len(residual.own)
             own = x.own if isinstance(x, RowShare) else x[group.share_of(num_rows)]
             made = norm_quantize(own, weight, residual=residual.share(), **options)

@@ -20,8 +20,8 @@ def names(paths: list[Path]) -> str:
     return "+".join(p.parent.name if p.name == "test_triton.py" else p.stem for p in paths)
 
 
-def run(paths: list[Path]) -> None:
-    done = interpreter.run_pytest(*map(str, paths))
+def run(paths: list[Path], *options: str) -> None:
+    done = interpreter.run_pytest(*options, *map(str, paths))
     assert done.returncode == 0, done.stdout
 
 
@@ -32,10 +32,21 @@ def test_casts_and_ragged_blocks() -> None:
     run([TESTS / "testing" / "test_casts.py", TESTS / "ops" / "quantize" / ragged, TESTS / "nn" / experts])
 
 
+GROUPS = pytest.mark.parametrize("paths", [FILES[i::NUM_PROCESSES] for i in range(NUM_PROCESSES)], ids=names)
+
+
 @pytest.mark.slow(first=True)
 @pytest.mark.skipif(interpreter.is_interpreting(), reason="this starts the interpreter")
-@pytest.mark.parametrize("paths", [FILES[i::NUM_PROCESSES] for i in range(NUM_PROCESSES)], ids=names)
+@GROUPS
 def test_kernels_in_the_interpreter(paths: list[Path]) -> None:
+    """Of every test about a third of its cases; the next test has all."""
+    run(paths, "-p", "tests.one_in_three")
+
+
+@pytest.mark.largest
+@pytest.mark.skipif(interpreter.is_interpreting(), reason="this starts the interpreter")
+@GROUPS
+def test_all_cases_in_the_interpreter(paths: list[Path]) -> None:
     run(paths)
 
 

@@ -206,7 +206,10 @@ def test_a_decoder_has_the_bits_of_one_process_and_the_gradients_of_a_cut_one(
         changed = {name for name in case["close"] if name not in case["same"]}
         if len(decoders) == 2:  # with two terms no sum has another order, but those over tokens: of the norms' weights
             assert all("norm" in name for name in changed), changed
-        assert min(case["close"].values()) > (LEAST_DB if len(decoders) == 2 else 20.0), case["close"]
+        # sums of four terms have another order than without, and an FP8 code of a gradient that flips is a whole step
+        # off: with and without own tokens the gradients are equally far from one process, 23 dB
+        least = LEAST_DB if len(decoders) == 2 or recipe == "bf16" else 20.0
+        assert min(case["close"].values()) > least, case["close"]
         for name, grad in case["own"].items():
             assert torch.equal(grad, first["own"][name]), name
         assert found[f"{family} {recipe} {exact} quiet"]

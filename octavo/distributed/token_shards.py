@@ -50,9 +50,9 @@ class TokenShards:
         """All columns of the own rows, of which each rank has its columns: [T, K / ranks] -> [t, K]."""
         return self._move(columns, self._to_rows, self._to_columns)
 
-    def are_full(self, num: int) -> bool:
-        """Whether ranks with num rows each have no zeros among them."""
-        return num * self.group.size == self.num_tokens
+    def num_own(self, num_tokens: int) -> int:
+        """Rows of each rank, t, zeros included."""
+        return -(-num_tokens // self.group.size)
 
     @torch.no_grad()
     def gathered(self, own: torch.Tensor, num_tokens: int) -> torch.Tensor:
@@ -61,7 +61,7 @@ class TokenShards:
 
     @torch.no_grad()
     def gather_codes(self, own: QuantizedTensor, dim: int) -> QuantizedTensor:
-        """Every rank's codes and scales, by rank, where are_full.
+        """Every rank's codes and scales, by rank, where no rank has zeros.
 
         Args:
             own: of the rank's tokens, which lie along dim: [t, K] or [K, t], in whole blocks; under scales of all ranks
@@ -85,7 +85,7 @@ class TokenShards:
         return _Moved.apply(x, move, back, self.num_tokens)  # type: ignore[no-any-return]
 
     def _cut(self, x: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        num = -(-num_tokens // self.group.size)
+        num = self.num_own(num_tokens)
         return _filled(x[self.group.rank * num : (self.group.rank + 1) * num], num)
 
     def _added(self, part: torch.Tensor, num_tokens: int) -> torch.Tensor:
@@ -108,7 +108,7 @@ class TokenShards:
 
     def _pieces(self, x: torch.Tensor) -> torch.Tensor:
         """[T, K] -> [ranks, t, K], contiguous."""
-        num = -(-x.shape[0] // self.group.size) * self.group.size
+        num = self.num_own(x.shape[0]) * self.group.size
         x = x.contiguous() if num == x.shape[0] else _filled(x, num)
         return x.unflatten(0, (self.group.size, -1))
 

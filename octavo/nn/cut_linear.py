@@ -140,7 +140,7 @@ class ColumnLinear(CutLinear):
         """
         self.check()
         shards = self.token_shards if torch.is_grad_enabled() else None
-        if shards is not None and not self._keeps_own(len(x), shards):
+        if shards is not None and not self.keeps_own(shards.num_tokens):
             x, shards = shards.gather(x), None
         elif shards is None and torch.is_grad_enabled():
             x = self.tensor_group.share(x)
@@ -158,21 +158,28 @@ class ColumnLinear(CutLinear):
     def may_take_codes(self, recipe: Recipe) -> bool:
         return not self.gather_output
 
-    def _keeps_own(self, num: int, shards: TokenShards) -> bool:
-        """Whether this rank's num tokens are quantized here, and kept for the backward, instead of gathered before.
+    def keeps_own(self, num_tokens: int) -> bool:
+        """Whether this rank's tokens are quantized here, and kept for the backward, instead of gathered before.
 
         So they are in high precision, and where all scales are of one token, of a block of tokens that no rank shares,
         or of all tokens. An observer wants to see all tokens.
+
+        Args:
+            num_tokens: of all ranks, T.
+        Returns:
+            False too without token_shards.
         """
+        if self.token_shards is None:
+            return False
         recipe = effective_recipe(self.recipe)
         if self.observer is not None or recipe.input is None:
             return self.observer is None
         if not all(recipe.in_fp8(gemm) for gemm in GEMMS) or recipe.input.is_per_tensor or self.saves_input:
             return False
         assert recipe.wgrad_input is not None, "its GEMM is in FP8"
-        block = recipe.wgrad_input.block_size[1]
-        is_local = block == -1 or num % block == 0
-        return is_local and shards.are_full(num) and not (self.source.is_sharded and torch.compiler.is_compiling())
+        block, size = recipe.wgrad_input.block_size[1], self.tensor_group.size
+        is_local = num_tokens % size == 0 and (block == -1 or num_tokens // size % block == 0)
+        return is_local and not (self.source.is_sharded and torch.compiler.is_compiling())
 
 
 @fusable

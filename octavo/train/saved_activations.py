@@ -2,6 +2,7 @@
 
 Legend: T tokens of a micro-batch, H hidden_size, Q and KV rows of q_proj and k_proj, F intermediate_size, V vocabulary;
 E experts, S experts a token, R rows of the batch sorted by expert.
+With sequence parallelism T is a rank's own tokens between cut linears.
 A tensor that two modules save is counted once, where it is made.
 """
 
@@ -10,8 +11,9 @@ import math
 
 import torch
 
+from octavo.distributed.token_shards import TokenShards
 from octavo.models import Decoder
-from octavo.nn import MLP, Attention, DecoderLayer, Linear, ParallelDecoderLayer, RMSNorm, SparseMoE
+from octavo.nn import MLP, Attention, ColumnLinear, DecoderLayer, Linear, ParallelDecoderLayer, RMSNorm, SparseMoE
 from octavo.nn.functional.norm_linear import can_fuse
 from octavo.numerics import Recipe, Scaling, get_recipe
 from octavo.ops.moe import num_rows
@@ -52,10 +54,10 @@ def saved_by_model(model: Decoder, num_tokens: int, num_recomputed: int = 0) -> 
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, DecoderLayer | ParallelDecoderLayer), index
         if index < num_recomputed:
-            rows.append(Saved(LAYER_INPUT, hp, num_tokens * hidden * size))
+            rows.append(Saved(LAYER_INPUT, hp, _num_own(model, num_tokens) * hidden * size))
         else:
             rows += saved_by_layer(layer, model, num_tokens)
-    rows += _of_norm(num_tokens, hidden, 1, model.dtype, shares_input=False)
+    rows += _of_norm(_num_own(model, num_tokens), hidden, 1, model.dtype, shares_input=False)
     if model.head_group is None:
         # the loss makes the gradients of hidden states and of the head's weight in its forward
         rows.append(Saved(HEAD, "fp32", 4 * hidden * (num_tokens + model.config.vocab_size)))
@@ -68,18 +70,20 @@ def saved_by_model(model: Decoder, num_tokens: int, num_recomputed: int = 0) -> 
 def saved_by_layer(layer: DecoderLayer | ParallelDecoderLayer, model: Decoder, num_tokens: int) -> list[Saved]:
     """What one decoder layer saves."""
     attn, mlp, hidden, dtype = layer.self_attn, layer.mlp, model.config.hidden_size, model.dtype
+    num_own = _num_own(layer, num_tokens)
     if isinstance(layer, ParallelDecoderLayer):
-        rows = _of_norm(num_tokens, hidden, 2, dtype, shares_input=False)  # mean and rstd
+        rows = _of_norm(num_own, hidden, 2, dtype, shares_input=False)  # mean and rstd
         rows += [_of_linear(attn.qkv_proj, num_tokens, dtype), *_of_attention(attn, model, num_tokens)]
         inner = layer.mlp.fc_in.out_features
-        # in high precision both linears keep the norm's output, which is one tensor
+        # in high precision both linears keep the norm's output, which is one tensor unless each gathers it
         of_mlp = _of_mlp(None, layer.mlp.fc_in, layer.mlp.fc_out, inner, num_tokens, dtype)
-        shares = _keeps_input(attn.qkv_proj) and _keeps_input(layer.mlp.fc_in)
+        linears: tuple[Linear, ...] = (attn.qkv_proj, layer.mlp.fc_in)
+        shares = all(_keeps_input(linear) and _num_kept(linear, num_tokens) == num_own for linear in linears)
         return [*rows, *(of_mlp[1:] if shares else of_mlp)]
     rows = [*_of_norm_linear(layer.input_layernorm, attn.qkv_proj, num_tokens, dtype)]
     rows += _of_attention(attn, model, num_tokens)
     if isinstance(mlp, SparseMoE):
-        return [*rows, *_of_norm(num_tokens, hidden, 1, dtype, shares_input=False), *_of_experts(mlp, num_tokens)]
+        return [*rows, *_of_norm(num_own, hidden, 1, dtype, shares_input=False), *_of_experts(mlp, num_tokens)]
     assert isinstance(mlp, MLP), type(mlp)
     norm, width = layer.post_attention_layernorm, mlp.gate_up_proj.out_features
     return [*rows, *_of_mlp(norm, mlp.gate_up_proj, mlp.down_proj, width, num_tokens, dtype)]
@@ -118,7 +122,8 @@ def _of_mlp(
         return rows
     rows = [_of_linear(linear, num_tokens, dtype) for linear in (fc1, fc2)]
     rows.append(Saved(ACTIVATION, _name(dtype), num_tokens * width * dtype.itemsize))
-    return rows if norm is None else [*_of_norm(num_tokens, fc1.in_features, 1, dtype, shares_input=False), *rows]
+    num_own = _num_own(fc1, num_tokens)
+    return rows if norm is None else [*_of_norm(num_own, fc1.in_features, 1, dtype, shares_input=False), *rows]
 
 
 def _of_experts(moe: SparseMoE, num_tokens: int) -> list[Saved]:
@@ -157,7 +162,7 @@ def _of_norm_linear(norm: RMSNorm, linear: Linear, num_tokens: int, dtype: torch
     recipe = linear.recipe or get_recipe("bf16")
     if can_fuse(recipe, norm, linear):
         return _of_fused_norm(linear, recipe, num_tokens, dtype)
-    norm_rows = _of_norm(num_tokens, linear.in_features, 1, dtype, shares_input=False)
+    norm_rows = _of_norm(_num_own(linear, num_tokens), linear.in_features, 1, dtype, shares_input=False)
     return [*norm_rows, _of_linear(linear, num_tokens, dtype)]
 
 
@@ -183,12 +188,24 @@ def _of_norm(num_tokens: int, width: int, num_rows: int, dtype: torch.dtype, *, 
 
 def _of_linear(linear: Linear, num_tokens: int, dtype: torch.dtype) -> Saved:
     """What a linear of its own saves for grad_weight."""
-    recipe = linear.recipe or get_recipe("bf16")
+    recipe, num_tokens = linear.recipe or get_recipe("bf16"), _num_kept(linear, num_tokens)
     if _keeps_input(linear):
         return _stored(LINEAR, num_tokens, linear.in_features, None, dtype)
     if recipe.in_fp8("grad_weight"):
         return _codes(LINEAR, linear.in_features, num_tokens, recipe.wgrad_input)
     return _codes(LINEAR, num_tokens, linear.in_features, recipe.input)
+
+
+def _num_own(module: torch.nn.Module, num_tokens: int) -> int:
+    """Of so many tokens, those of a rank between cut linears."""
+    shards: TokenShards | None = getattr(module, "token_shards", None)
+    return num_tokens if shards is None else shards.num_own(num_tokens)
+
+
+def _num_kept(linear: Linear, num_tokens: int) -> int:
+    """Of so many tokens, those whose input a linear saves on a rank."""
+    keeps_own = isinstance(linear, ColumnLinear) and linear.keeps_own(num_tokens)
+    return _num_own(linear, num_tokens) if keeps_own else num_tokens
 
 
 def _keeps_input(linear: Linear) -> bool:

@@ -14,6 +14,7 @@ from octavo.distributed.shards import local
 from octavo.models import Decoder
 from octavo.ops.gemm.hp_mm import library
 from octavo.run.optimizer import MasterAdamW
+from octavo.train.build import cut_linears, recompute_layers
 from octavo.train.config import TrainConfig
 from octavo.train.data import Batch, make_batch
 from octavo.train.memory_plan import ACTIVATIONS, STATE, describe_model, plan_memory
@@ -91,7 +92,7 @@ def filled(model: Decoder, config: TrainConfig) -> Batch:
     with torch.no_grad():
         for parameter in model.parameters():
             local(parameter).normal_(0.0, 0.02)
-    tokens = np.random.default_rng(0).integers(config.data.vocab_size, size=SEQ_LEN + 1)
+    tokens = np.random.default_rng(0).integers(config.data.vocab_size, size=config.data.seq_len + 1)
     return make_batch([tokens], None)
 
 
@@ -101,13 +102,33 @@ def test_gathered_units_and_reductions_are_predicted() -> None:
         assert max(loss, backward) == pytest.approx(seen, rel=0.01), case
 
 
-CUTS = [(recipe, mode) for recipe in ("bf16", "blockwise", "rowwise") for mode in ("gather", "reduce")]
+# family, recipe, mode, what is recomputed; tokens where each rank has its own, in whole blocks or not, else 0
+CUTS: list[tuple[str, str, str, str, int]] = [
+    *(
+        ("llama", recipe, mode, "none", 0)
+        for recipe in ("bf16", "blockwise", "rowwise")
+        for mode in ("gather", "reduce")
+    ),
+    *(("llama", "blockwise", "gather", "full", num) for num in (0, 256)),
+    *(("llama", recipe, "gather", "none", 256) for recipe in ("bf16", "blockwise", "rowwise", "tensorwise")),
+    *(("llama", recipe, "gather", "none", 37) for recipe in ("bf16", "blockwise")),
+    ("llama", "blockwise", "reduce", "none", 256),
+    *((family, recipe, "gather", "none", 256) for family in ("gptj", "qwen3_moe") for recipe in ("bf16", "blockwise")),
+]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 
 
-def configure_cut(recipe: str, mode: str) -> TrainConfig:
+def configure_cut(family: str, recipe: str, mode: str, recompute: str, num_own: int) -> TrainConfig:
+    base = configure(2, 1024, {}).model_dump()
     parallel = {"tensor_parallel_degree": WORLD, "tensor_parallel_mode": mode, "data_parallel_shard_degree": 1}
-    sections = {"precision": {"recipe": recipe}, "parallel": parallel}
-    return TrainConfig.model_validate(configure(2, 1024, {}).model_dump() | sections)
+    sections = {
+        "model": base["model"] | {"family": family} | (EXPERTS if family == "qwen3_moe" else {}),
+        "data": base["data"] | {"seq_len": num_own or SEQ_LEN},
+        "precision": {"recipe": recipe},
+        "parallel": parallel | {"sequence_parallel": num_own > 0},
+        "run": base["run"] | {"recompute": recompute},
+    }
+    return TrainConfig.model_validate(base | sections)
 
 
 def observe_cut(_: int, __: int) -> list[tuple[int, int]]:
@@ -116,17 +137,18 @@ def observe_cut(_: int, __: int) -> list[tuple[int, int]]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from octavo.distributed.tensor_group import TensorGroup
-    from octavo.parallel import parallelize
 
     dist.destroy_process_group()
-    models = [describe_model(configure_cut(*case)) for case in CUTS]
-    for model, (_, mode) in zip(models, CUTS, strict=True):
-        parallelize(model, TensorGroup(None, 0, WORLD), mode=mode)  # type: ignore[arg-type]
+    configs = [configure_cut(*case) for case in CUTS]
+    models = [describe_model(config) for config in configs]
+    for model, config in zip(models, configs, strict=True):
+        recompute_layers(model, config.run)
+        cut_linears(model, TensorGroup(None, 0, WORLD), config.parallel)
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
     found = []
-    for model, case in zip(models, CUTS, strict=True):
-        batch = filled(model, configure_cut(*case))
-        optimizer = MasterAdamW(model, configure_cut(*case).optimizer)
+    for model, config in zip(models, configs, strict=True):
+        batch = filled(model, config)
+        optimizer = MasterAdamW(model, config.optimizer)
         optimizer.init_state()
         found.append((saved_bytes(model, batch), sum(t.nbytes for t in optimizer.state_dict().values() if t.dim())))
     return found
@@ -135,6 +157,6 @@ def observe_cut(_: int, __: int) -> list[tuple[int, int]]:
 def test_what_a_rank_that_cuts_linears_holds_is_predicted() -> None:
     for case, (saved, kept) in zip(CUTS, run_group(observe_cut, 1)[0], strict=True):
         plan = plan_memory(configure_cut(*case))
-        assert plan.total(ACTIVATIONS) == pytest.approx(saved, rel=0.1), case
+        assert plan.total(ACTIVATIONS) == pytest.approx(saved, rel=0.01), case
         assert plan.total(STATE, "master weights", "moments") == pytest.approx(kept, rel=0.001), case
         assert plan.num_ranks == 2

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
@@ -17,6 +18,12 @@ from tests.quiet import cores_alone
 Job = Callable[..., Any]  # (rank, *arguments) -> what pickle takes; a function of a module's top level
 _PRELOADED = ["octavo.train", "octavo.rl.loop", "torch.distributed.fsdp", "torch.distributed.checkpoint", "pytest"]
 _TIMEOUT = timedelta(seconds=60)
+
+
+def on_two_gpus(test: Callable[[], None]) -> Callable[[], None]:
+    """Mark a test of two GPUs of this machine."""
+    skipped = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+    return pytest.mark.gpu(skipped(test))  # type: ignore[no-any-return]
 
 
 def run_ranks(job: Job, world_size: int, *arguments: Any) -> list[Any]:

@@ -1,9 +1,12 @@
-"""torch's collectives over one tensor, under the names that this torch does not warn of: 2.13 has new ones."""
+"""torch's collectives over one tensor, under the names that this torch does not warn of: 2.13 has new ones; and of
+matrices of which each rank has rows or columns.
+"""
 
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 
 
 def all_gather_into(output: torch.Tensor, piece: torch.Tensor, *, group: Any = None, async_op: bool = False) -> Any:
@@ -16,3 +19,25 @@ def reduce_scatter_into(output: torch.Tensor, pieces: torch.Tensor, op: Any = No
     """This rank's piece [n] of what all ranks' tensors [ranks * n] add up to."""
     run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return run(output, pieces, dist.ReduceOp.SUM if op is None else op, group=group)
+
+
+def side_by_side(own: torch.Tensor, dim: int, group: Any = None) -> torch.Tensor:
+    """Every rank's matrix, by rank, along a dim; stored by rows or columns, as it is on all ranks."""
+    if not own.is_contiguous() and own.t().is_contiguous():
+        return side_by_side(own.t(), 1 - dim, group).t()
+    found = own.new_empty(dist.get_world_size(group), *own.shape)
+    all_gather_into(found.view(-1), own.contiguous().view(-1), group=group)
+    return found.flatten(0, 1) if dim == 0 else found.transpose(0, 1).flatten(1)
+
+
+def by_owner(x: torch.Tensor, world: int) -> torch.Tensor:
+    """A matrix [T, K] cut among so many ranks: [ranks, ceil(T / ranks), K], contiguous, zeros behind the last row."""
+    missing = -x.shape[0] % world
+    return (pad(x, (0, 0, 0, missing)) if missing else x.contiguous()).unflatten(0, (world, -1))
+
+
+def exchange(pieces: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """Piece i [ranks, *] of every rank to rank i; those that came, by rank."""
+    received = torch.empty_like(pieces)
+    dist.all_to_all_single(received, pieces, group=group)
+    return received

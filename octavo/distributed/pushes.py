@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from octavo.distributed.symmetric import Shared, obstacle_to_sharing, share
 from octavo.distributed.torch_private import outside_modes
-from octavo.ops.push.reference import share_of
+from octavo.ops.push.reference import rows_each, share_of
 
 MIN_BYTES = 16 << 20  # of a kind's memory; it grows by powers of two
 
@@ -41,7 +41,8 @@ class Pushes:
     def __init__(self, group: Any, device: torch.device) -> None:
         from octavo.ops.push import triton
 
-        self._push, self.add, self._group, self._device = triton.push, triton.add, group, device
+        self._push, self.add, self._device = triton.push, triton.add, device
+        self._group = weakref.ref(group)  # whose end is the end of what _kept has of it
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self._memories: dict[str, list[Memory]] = {}  # the largest last; graphs hold addresses of the others
         self._refused: set[str] = set()
@@ -55,7 +56,7 @@ class Pushes:
             In shared memory; None, on all ranks, where the message cannot go this way.
         """
         T, width = own.shape
-        each = -(-T // self.world)
+        each = rows_each(T, self.world)
         memory = self._memory("deal", self.world * each * width * own.itemsize) if _is_words(own) else None
         if memory is None:
             return None
@@ -121,8 +122,10 @@ class Pushes:
             return memories[-1]
         if kind in self._refused or torch.cuda.is_current_stream_capturing():
             return None
+        group = self._group()
+        assert group is not None, "a group that is gone sends nothing"
         with outside_modes():  # an engine may be trying out whether a step waits for the GPU; this one does, once
-            shared = share(self._group, self._device, max(MIN_BYTES, 1 << (num_bytes - 1).bit_length()))
+            shared = share(group, self._device, max(MIN_BYTES, 1 << (num_bytes - 1).bit_length()))
             made = None if isinstance(shared, str) else Memory(shared)
         if made is None:
             logger.warning("large messages of a kind (%s) go by the process group's collectives: %s", kind, shared)
@@ -144,6 +147,6 @@ def pushes_of(group: Any, device: torch.device) -> Pushes | None:
     group = dist.group.WORLD if group is None else group
     kept = _kept.get(group)
     if kept is None:
-        kept = obstacle_to_sharing(group, device) or Pushes(group, device)
-        _kept[group] = kept
+        with outside_modes():  # see _memory
+            kept = _kept[group] = obstacle_to_sharing(group, device) or Pushes(group, device)
     return None if isinstance(kept, str) else kept

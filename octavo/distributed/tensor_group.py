@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from octavo.distributed.collectives import all_gather_into, reduce_scatter_into
+from octavo.distributed.collectives import all_gather_into, by_owner, exchange, reduce_scatter_into, side_by_side
 from octavo.distributed.one_shot import OneShot, one_shot_of
 from octavo.distributed.outcome import together
 from octavo.distributed.pushes import Pushes, pushes_of
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.ops.one_shot import Places, reference
-from octavo.ops.push.reference import share_of
+from octavo.ops.push.reference import rows_each, share_of
 
 T = TypeVar("T", torch.Tensor, torch.Tensor | None)
 
@@ -147,9 +147,13 @@ class TensorGroup:
         dist.all_gather_object(found, value, group=self.group)
         return int(min(found))
 
-    def together(self, work: Callable[[], Any]) -> None:
-        """outcome.together among these ranks: where it fails on one, all raise."""
-        together(self.group or dist.group.WORLD, work)
+    def together(self, work: Callable[[], Any]) -> list[Any]:
+        """outcome.together among these ranks: every rank's value; where it fails on one, all raise."""
+        return together(self.group or dist.group.WORLD, work)
+
+    def is_long(self, num_bytes: int) -> bool:
+        """Whether a message of a rank is one of which each rank goes on with a share of the rows."""
+        return num_bytes >= MIN_DEALT_BYTES
 
     def _one_shot(self, message: torch.Tensor) -> OneShot | None:
         """For messages of one host's GPUs, whose sizes are the same on all ranks."""
@@ -157,36 +161,27 @@ class TensorGroup:
 
     def _pushes(self, message: torch.Tensor) -> Pushes | None:
         """For what is too large for one_shot."""
-        return pushes_of(self.group, message.device) if message.is_cuda and message.numel() else None
+        return pushes_of(self.group, message.device) if message.is_cuda else None
 
     def _deal(self, own: torch.Tensor, *, is_sum: bool) -> torch.Tensor:
         """This rank's rows of all ranks' parts, added [rows, K], or of their columns, by rank [rows, size * n]."""
         if (pushes := self._pushes(own)) is not None and (came := pushes.deal(own, is_sum=is_sum)) is not None:
             return pushes.add(came) if is_sum else came
-        tokens, width = own.shape
-        each = -(-tokens // self.size)
-        sent = pad(own, (0, 0, 0, each * self.size - tokens)).contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
-        mine = self.share_of(tokens)
-        by_rank = received.view(self.size, each, width)[:, : mine.stop - mine.start]
-        return reference.add(list(by_rank)) if is_sum else reference.gather(list(by_rank))
+        rows = self.share_of(own.shape[0])
+        came = exchange(by_owner(own, self.size), self.group)[:, : rows.stop - rows.start]
+        return reference.add(list(came)) if is_sum else reference.gather(list(came))
 
     def _gather_rows(self, share: torch.Tensor, num_rows: int) -> torch.Tensor:
-        each = -(-num_rows // self.size)
-        sent = pad(share, (0, 0, 0, each - len(share))).contiguous().view(torch.uint8)
-        received = sent.new_empty(self.size * each, sent.shape[1])
-        all_gather_into(received, sent, group=self.group)
-        return received[:num_rows].view(share.dtype)
+        missing = rows_each(num_rows, self.size) - len(share)
+        share = pad(share, (0, 0, 0, missing)).contiguous()  # a share may be stored by columns on one rank alone
+        return side_by_side(share, 0, self.group)[:num_rows]
 
     def _gathered(self, piece: torch.Tensor) -> torch.Tensor:
         if (one_shot := self._one_shot(piece)) is not None:
             made = one_shot.gather_columns(piece.contiguous())
             if made is not None:
                 return made
-        received = piece.new_empty(self.size, *piece.shape)
-        all_gather_into(received.view(-1), piece.contiguous().view(-1), group=self.group)
-        return received.transpose(0, 1).reshape(piece.shape[0], -1)
+        return side_by_side(piece.contiguous(), 1, self.group)
 
     def _own_columns(self, whole: torch.Tensor) -> torch.Tensor:
         return whole.unflatten(1, (self.size, -1))[:, self.rank]
@@ -215,10 +210,10 @@ class PartialRows:
         one_shot = self.tensor_group._one_shot(self.own)
         return None if one_shot is None or self.own.nbytes > one_shot.max_bytes else one_shot.places
 
-    def is_dealt(self) -> bool:
-        """Whether what follows is to be computed of a share of the rows by each rank."""
-        is_large = self.own.nbytes >= MIN_DEALT_BYTES and len(self.own) >= MIN_DEALT_ROWS * self.tensor_group.size
-        return is_large and self.places() is None
+    def is_long(self) -> bool:
+        """Whether, without places, what follows is to be computed of a share of the rows by each rank."""
+        group = self.tensor_group
+        return group.is_long(self.own.nbytes) and len(self.own) >= MIN_DEALT_ROWS * group.size
 
     def share(self) -> torch.Tensor:
         """This rank's rows of the whole: [rows, K]; without gradients, until the next call, as pushes says."""

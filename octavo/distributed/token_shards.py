@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from octavo.distributed.collectives import all_gather_into, reduce_scatter_into
+from octavo.distributed.collectives import by_owner, exchange, reduce_scatter_into, side_by_side
 from octavo.distributed.tensor_group import TensorGroup
 from octavo.numerics.quantized import QuantizedTensor
+from octavo.ops.push.reference import rows_each
 
 _Move = Callable[[torch.Tensor, int], torch.Tensor]
 
@@ -52,12 +52,12 @@ class TokenShards:
 
     def num_own(self, num_tokens: int) -> int:
         """Rows of each rank, t, zeros included."""
-        return -(-num_tokens // self.group.size)
+        return rows_each(num_tokens, self.group.size)
 
     @torch.no_grad()
     def gathered(self, own: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Every rank's rows, apart from autograd: [t, K] -> [num_tokens, K]."""
-        return self._by_rank(own, 0)[:num_tokens]
+        return side_by_side(own, 0, self.group.group)[:num_tokens]
 
     @torch.no_grad()
     def gather_codes(self, own: QuantizedTensor, dim: int) -> QuantizedTensor:
@@ -69,17 +69,10 @@ class TokenShards:
         Returns:
             [T, K] or [K, T], as quantize would have made it of the whole matrix.
         """
-        codes = self._by_rank(own.qdata.view(torch.uint8), dim).view(own.qdata.dtype)
-        scale = own.scale if own.scaling.block_size[dim] == -1 else self._by_rank(own.scale, dim)
+        codes = side_by_side(own.qdata.view(torch.uint8), dim, self.group.group).view(own.qdata.dtype)
+        is_shared = own.scaling.block_size[dim] == -1
+        scale = own.scale if is_shared else side_by_side(own.scale, dim, self.group.group)
         return QuantizedTensor.trusted(codes, scale, own.scaling)
-
-    def _by_rank(self, own: torch.Tensor, dim: int) -> torch.Tensor:
-        """Every rank's matrix side by side along dim, stored by rows or columns as one's own is."""
-        if not own.is_contiguous() and own.t().is_contiguous():
-            return self._by_rank(own.t(), 1 - dim).t()
-        found = own.new_empty(self.group.size, *own.shape)
-        all_gather_into(found.view(-1), own.contiguous().view(-1), group=self.group.group)
-        return found.flatten(0, 1) if dim == 0 else found.transpose(0, 1).flatten(1)
 
     def _move(self, x: torch.Tensor, move: _Move, back: _Move) -> torch.Tensor:
         return _Moved.apply(x, move, back, self.num_tokens)  # type: ignore[no-any-return]
@@ -89,28 +82,17 @@ class TokenShards:
         return _filled(x[self.group.rank * num : (self.group.rank + 1) * num], num)
 
     def _added(self, part: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        pieces = self._pieces(part)  # [ranks, t, K]
+        pieces = by_owner(part, self.group.size)
         own = torch.empty_like(pieces[0])
         reduce_scatter_into(own.view(-1), pieces.view(-1), group=self.group.group)
         return own
 
     def _to_rows(self, columns: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        pieces = self._pieces(columns)  # [ranks, t, K / ranks], by who gets them
-        received = torch.empty_like(pieces)
-        dist.all_to_all_single(received, pieces, group=self.group.group)
-        return received.transpose(0, 1).flatten(1)
+        return exchange(by_owner(columns, self.group.size), self.group.group).transpose(0, 1).flatten(1)
 
     def _to_columns(self, own: torch.Tensor, num_tokens: int) -> torch.Tensor:
         pieces = own.unflatten(1, (self.group.size, -1)).transpose(0, 1).contiguous()
-        received = torch.empty_like(pieces)
-        dist.all_to_all_single(received, pieces, group=self.group.group)
-        return received.flatten(0, 1)[:num_tokens]
-
-    def _pieces(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, K] -> [ranks, t, K], contiguous."""
-        num = self.num_own(x.shape[0]) * self.group.size
-        x = x.contiguous() if num == x.shape[0] else _filled(x, num)
-        return x.unflatten(0, (self.group.size, -1))
+        return exchange(pieces, self.group.group).flatten(0, 1)[:num_tokens]
 
 
 def _filled(x: torch.Tensor, num: int) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """One-shot exchanges between two GPUs: the reference's bits, whatever comes late, in CUDA graphs too."""
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -12,7 +11,7 @@ from octavo.ops.norm.norm_quantize.triton import can_exchange
 from octavo.ops.one_shot import reference
 from octavo.ops.quantize import quantize
 from octavo.testing.assertions import assert_bitwise
-from tests.ranks import run_group
+from tests.ranks import on_two_gpus, run_group
 
 SHAPES = [(1, 128), (1, 2048), (3, 256), (64, 512), (256, 256), (7, 14336 // 2), (256, 4096)]
 TURNS = 420
@@ -104,14 +103,12 @@ def replayed(rank: int, world: int) -> int:
     return 50
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@on_two_gpus
 def test_exchanges_have_the_references_bits() -> None:
     assert run_group(exchanged, 2, "nccl") == [TURNS, TURNS]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@on_two_gpus
 def test_graphs_of_exchanges_replay() -> None:
     assert run_group(replayed, 2, "nccl") == [50, 50]
 

@@ -1,6 +1,5 @@
 """Large messages between two GPUs, and over gloo: the reference's bits, whatever comes late, in CUDA graphs too."""
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -10,7 +9,7 @@ from octavo.numerics.scaling import Scaling
 from octavo.ops.one_shot import reference
 from octavo.ops.quantize import quantize
 from octavo.testing.assertions import assert_bitwise
-from tests.ranks import run_group
+from tests.ranks import on_two_gpus, run_group
 
 SHAPES = [(130, 256), (1000, 1024), (2048, 2048), (777, 4096), (4096, 4096)]
 KINDS = ("sum", "columns", "codes", "row codes", "rows")
@@ -82,14 +81,12 @@ def replayed(rank: int, world: int) -> int:
     return 30
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@on_two_gpus
 def test_exchanges_have_the_references_bits() -> None:
     assert run_group(exchanged, 2, "nccl") == [TURNS, TURNS]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@on_two_gpus
 def test_graphs_of_exchanges_replay() -> None:
     assert run_group(replayed, 2, "nccl") == [30, 30]
 

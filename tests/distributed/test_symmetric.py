@@ -14,7 +14,7 @@ from octavo.doctor.ranks import _check_symmetric_memory
 from octavo.errors import BackendError
 from octavo.testing.assertions import assert_bitwise
 from tests.assertions import assert_raises
-from tests.ranks import run_group
+from tests.ranks import on_two_gpus, run_group
 
 CPU = torch.device("cpu")
 NUM_ROUNDS = 200
@@ -118,8 +118,7 @@ def raced(rank: int, world: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@on_two_gpus
 def test_no_exchange_in_memory_races() -> None:
     for rank, wrong in enumerate(run_group(raced, 2, "nccl")):
         assert not wrong, f"rank {rank}: {wrong}"

@@ -2,6 +2,7 @@
 
 import math
 import time
+from abc import ABC, abstractmethod
 
 import torch
 
@@ -30,19 +31,15 @@ _MIN_FREE = 0.04  # of a GPU: with less, the allocator begins to wait for memory
 _CHECKED = "layers.{}.self_attn.qkv_proj.weight"
 
 
-class Stepper:
-    """A Decoder with torch's fused AdamW on bf16 parameters and gradients, and one batch."""
+class UpdatedStep(ABC):
+    """A Decoder's step: the backward of a loss, the optimizer's update, and new weights noted."""
 
-    def __init__(self, model: Decoder, batch: Batch) -> None:
-        self.model, self.batch = model, batch.to(model.device)
-        on_gpu = model.device.type == "cuda"
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=on_gpu)
+    def __init__(self, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
 
+    @abstractmethod
     def backward(self) -> torch.Tensor:
         """The loss, with gradients made."""
-        loss = summed_loss(self.model, self.batch) / self.batch.num_targets
-        loss.backward()
-        return loss.detach()
 
     def __call__(self) -> torch.Tensor:
         """One step."""
@@ -51,6 +48,21 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=True)
         self.model.mark_weights_updated()
         return loss
+
+
+class Stepper(UpdatedStep):
+    """A Decoder with torch's fused AdamW on bf16 parameters and gradients, and one batch."""
+
+    def __init__(self, model: Decoder, batch: Batch) -> None:
+        on_gpu = model.device.type == "cuda"
+        super().__init__(model, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=on_gpu))
+        self.batch = batch.to(model.device)
+
+    def backward(self) -> torch.Tensor:
+        """The loss, with gradients made."""
+        loss = summed_loss(self.model, self.batch) / self.batch.num_targets
+        loss.backward()
+        return loss.detach()
 
     def first_gradient(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The first loss, and one matrix's gradient on this rank in fp32; nothing is updated."""

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from bench.speed.scale.layers import UpdatedStep
 from bench.speed.scale.models import materialize
 from bench.speed.scale.session import Session
 from bench.speed.stack import StackShape
@@ -44,12 +45,12 @@ class _Found:
     gradient: torch.Tensor
 
 
-class _Step:
+class _Step(UpdatedStep):
     """Decoder layers and torch's fused AdamW on bf16 parameters; the loss is the distance to random hidden states."""
 
     def __init__(self, model: Decoder, shape: StackShape) -> None:
-        self.model, device = model, model.device
-        self.optimizer = build_optimizer(StackVariant("", "octavo"), list(model.parameters()), device.type)
+        device = model.device
+        super().__init__(model, build_optimizer(StackVariant("", "octavo"), list(model.parameters()), device.type))
         generator = torch.Generator(device).manual_seed(1)
         self.context = PackedContext.from_lengths([shape.seq_len] * shape.batch, model.numerics, device)
         self.tokens = torch.randint(_VOCAB_SIZE, (shape.num_tokens,), generator=generator, device=device)
@@ -61,14 +62,6 @@ class _Step:
         loss = (self.model(self.tokens, self.context) - self.target).float().square().mean()
         loss.backward()
         return loss.detach()
-
-    def __call__(self) -> torch.Tensor:
-        """One step."""
-        loss = self.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.model.mark_weights_updated()
-        return loss
 
     def first(self) -> tuple[float, torch.Tensor]:
         """The first loss, and the gradient of the last layer's first norm, which all ranks have whole; no update.

@@ -41,10 +41,10 @@ def norm_linear(
 
     Args:
         x: [T, K], or this rank's share of its rows.
-        residual: [T, K] of x's dtype, or None for nothing to add.
+        residual: [T, K] of x's dtype, or this rank's part of it; None for nothing to add.
         fused: the layer's plan allows it.
     Returns:
-        (output [T, N], x + residual [T, K]: what the residual stream goes on with).
+        (output [T, N], x + residual [T, K] or this rank's share of its rows: what the residual stream goes on with).
     """
     recipe = effective_recipe(linear.recipe)
     if fused and can_infer(recipe, norm, linear):
@@ -154,7 +154,7 @@ def infer_norm(
     rule: NormRule,
     plan: LinearPlan,
 ) -> tuple[QuantizedTensor, torch.Tensor | RowShare]:
-    """(the quantized norm of x + residual, that sum) without gradients; each perhaps a rank's part.
+    """(the quantized norm of x + residual, that sum or this rank's share of its rows) without gradients.
 
     A residual of which ranks have parts is put together in the norm's kernel. Where it is long, each rank does so for a
     share of the rows, keeps that share of the sum, and the codes of all are gathered.
@@ -169,13 +169,14 @@ def infer_norm(
     if isinstance(residual, PartialRows) and not plan.known(DelayedState.INPUT, observe=False):
         assert scaling is not None, "can_infer wants an output GEMM in FP8"
         options = {"bias": bias, "scaling": scaling, **rule._asdict()}
-        if residual.is_dealt() and scaling.block_size[0] == 1:  # no scale is of tokens of two ranks
+        places = residual.places()
+        if places is None and residual.is_long() and scaling.block_size[0] == 1:  # no scale is of two ranks' tokens
             group, num_rows = residual.tensor_group, len(residual.own)
             own = x.own if isinstance(x, RowShare) else x[group.share_of(num_rows)]
             made = norm_quantize(own, weight, residual=residual.share(), **options)
             assert made.summed is not None, "there is a residual"
             return group.gather_row_codes(made.rows, num_rows), RowShare(made.summed, num_rows, group)
-        if (places := residual.places()) is not None:
+        if places is not None:
             x = whole(x)
             fused = exchange_norm_quantize(residual.own, places, residual.is_sum, weight, residual=x, **options)
             if fused is not None and fused.summed is not None:

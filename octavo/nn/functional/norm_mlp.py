@@ -51,12 +51,12 @@ def norm_mlp(
 
     Args:
         x: [T, K], or this rank's share of its rows.
-        residual: [T, K] of x's dtype, or None for nothing to add.
+        residual: [T, K] of x's dtype, or this rank's part of it; None for nothing to add.
         norm: None for none.
         kind: "swiglu" (fc1 makes gate and up) or "gelu" (tanh form).
         fused: the layer's plan allows it.
     Returns:
-        (output [T, K], x + residual [T, K]: what the residual stream goes on with).
+        (output [T, K], x + residual [T, K] or this rank's share of its rows: what the residual stream goes on with).
     """
     recipe = effective_recipe(fc1.recipe)
     fused = fused and (kind == "gelu" or fc1.bias is None)

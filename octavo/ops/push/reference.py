@@ -5,9 +5,14 @@ from collections.abc import Sequence
 import torch
 
 
+def rows_each(num_rows: int, world: int) -> int:
+    """Rows of a share, but for the last ones."""
+    return -(-num_rows // world)
+
+
 def share_of(num_rows: int, rank: int, world: int) -> slice:
     """The rows of a matrix that a rank owns: ceil(num_rows / world) of them, the last rank what is left."""
-    each = -(-num_rows // world)
+    each = rows_each(num_rows, world)
     return slice(min(rank * each, num_rows), min((rank + 1) * each, num_rows))
 
 

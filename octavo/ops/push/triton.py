@@ -18,12 +18,10 @@ SUM_BLOCK = 2048
 @triton.jit
 def push_rows(
     x, addresses, stride_xt, stride_out, first_word, rank, T, W, R, G: tl.constexpr, IS_DEALT: tl.constexpr,
-    SKIPS_OWN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Word w of row t goes to first_word + t * stride_out + w; where dealt, t counts from the rank's first row."""
     peer = (rank + 1 + tl.program_id(1)) % G  # each begins with another one
-    if SKIPS_OWN and peer == rank:
-        return
     num_tiles_w = tl.cdiv(W, BLOCK_W)
     pid = tl.program_id(0)
     first_row = peer * R if IS_DEALT else 0
@@ -66,7 +64,6 @@ def push(
     stride_out: int,
     first_word: int,
     share: int | None = None,
-    skips_own: bool = False,
 ) -> None:
     """Write x into every rank's memory, or into each its share of the rows.
 
@@ -77,7 +74,6 @@ def push(
         stride_out: words between rows there.
         first_word: of the first row there.
         share: rows of a rank, whose first one is the first row there; None for all rows to all ranks.
-        skips_own: not into this rank's own memory.
     """
     (T, W), world = x.shape, len(addresses)
     if not T * W:
@@ -86,7 +82,7 @@ def push(
     tiles = triton.cdiv(T if share is None else share, block_t) * triton.cdiv(W, block_w)
     with on_device_of(x):
         run = launcher_of(
-            push_rows, G=world, IS_DEALT=share is not None, SKIPS_OWN=skips_own, BLOCK_T=block_t, BLOCK_W=block_w,
+            push_rows, G=world, IS_DEALT=share is not None, BLOCK_T=block_t, BLOCK_W=block_w,
             num_warps=NUM_WARPS,
         )  # fmt: skip
         run((tiles, world), x, addresses, x.stride(0), stride_out, first_word, rank, T, W, share or T)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from octavo.distributed.tensor_group import MIN_DEALT_BYTES, TensorGroup
+from octavo.distributed.tensor_group import TensorGroup
 from octavo.models import Decoder
 from octavo.numerics import Numerics
 from octavo.ops.attention import PAGE_SIZE, PagedKVLayer
@@ -128,7 +128,7 @@ class DecodeGraphs(CapturedSteps[tuple[int, int], StepGraph]):
         group = self.model.head_group
         if group is None or num_rows % group.size:
             return None
-        return group if num_rows * self.model.config.vocab_size // group.size * 4 >= MIN_DEALT_BYTES else None
+        return group if group.is_long(4 * num_rows * self.model.config.vocab_size // group.size) else None
 
     def _logits(self, inputs: torch.Tensor, bound: int) -> torch.Tensor:
         seq_lens, slots = inputs[0], inputs[1].long()

@@ -134,16 +134,23 @@ class CapturedSteps(ABC, Generic[K, S]):
         self._recorder.clear()
 
     def _get(self, key: K) -> S | None:
-        """The step, captured if need be; None where none can be."""
+        """The step, captured if need be; None where none can be, on no rank of a model that is cut."""
         if key not in self._captured and self.obstacle is None:
-            try:
-                if self.is_empty:
-                    self.addresses = operand_addresses(self.model)
-                self._captured[key] = self._capture(key)
-            except RuntimeError as error:
-                self.obstacle = str(error).splitlines()[0]
+            self._try(key)
+            if (group := self.model.tensor_group) is not None:  # a graph may send other messages than a step without
+                self.obstacle = next(filter(None, group.together(lambda: self.obstacle)), None)
+            if self.obstacle is not None:
+                self._captured.pop(key, None)
                 logger.warning("%s without CUDA graphs, this model waits for the host: %s", self.what, self.obstacle)
         return self._captured.get(key)
+
+    def _try(self, key: K) -> None:
+        try:
+            if self.is_empty:
+                self.addresses = operand_addresses(self.model)
+            self._captured[key] = self._capture(key)
+        except RuntimeError as error:
+            self.obstacle = str(error).splitlines()[0]
 
     @abstractmethod
     def _capture(self, key: K) -> S: ...

@@ -14,7 +14,7 @@ SHAPES = [(1, 4), (9, 20), (64, 65), (130, 1030)]
 
 
 class Memories:
-    """So many words of each rank, and words behind them that nobody may write."""
+    """So many words of each rank, and words behind them that stay as they are."""
 
     def __init__(self, world: int, words: int) -> None:
         self.words = words

@@ -1,0 +1,125 @@
+"""Decoding where each rank of a cut head draws for a share of the rows: the tokens and logprobs of one process."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams
+from octavo.distributed import tensor_group
+from octavo.distributed.tensor_group import TensorGroup
+from octavo.models import Decoder
+from octavo.parallel import parallelize
+from octavo.serve.engine.decode_graphs import DecodeGraphs, StepGraph
+from octavo.serve.engine.graph_capture import CapturedSteps
+from tests.parallel.test_tensor_parallel import ids, make
+from tests.ranks import run_group
+
+NUM_SEQS, MAX_LEN = 6, 128  # a batch of 8 rows has two for padding
+CASES: dict[str, dict[str, Any]] = {
+    "tokens": {},
+    "logprobs": {"logprobs": 0},
+    "best": {"logprobs": 3, "top_k": 20, "top_p": 0.9},
+    "greedy": {"temperature": 0.0, "logprobs": 1},
+    "penalties": {"presence_penalty": 0.7, "logprobs": 1},
+}
+
+
+class Now:
+    """Stands for a CUDA graph on a CPU: its replay computes."""
+
+    def __init__(self, run: Any) -> None:
+        self.replay = run
+
+
+class EagerGraphs(DecodeGraphs):
+    """DecodeGraphs on a CPU: the same steps, computed at each replay."""
+
+    is_empty = True
+
+    def __init__(self, llm: LLM) -> None:
+        runner = llm.engine.model_runner
+        self.model, self.slots, self.layers, self.choices = runner.model, runner.slots, runner.layers, None
+        self.num_dealt = 0
+
+    def find(self, num_rows: int, longest: int) -> StepGraph:
+        inputs = torch.zeros(2, 8, dtype=torch.int32)
+        group, vocab = self._group(8), self.model.config.vocab_size
+        logits = torch.zeros(8 if group is None else 8 // group.size, vocab)
+        tokens = torch.zeros(8, dtype=torch.int64)
+        self.num_dealt += group is not None
+        forward: Any = Now(lambda: logits.copy_(self._logits(inputs, MAX_LEN)))
+        draw: Any = Now(lambda: tokens.copy_(self._draw(inputs, logits)))
+        return StepGraph(inputs, forward, draw, logits, tokens, group)
+
+    def forward(self, graph: StepGraph, seq_lens: Any, slots: Any) -> None:
+        missing = graph.inputs.shape[1] - len(slots)
+        rows = [[*seq_lens, *[0] * missing], [*slots, *[self.slots.num_slots] * missing]]
+        graph.inputs.copy_(torch.tensor(rows, dtype=torch.int32))
+        graph.forward.replay()
+
+    def clear(self) -> None: ...
+
+
+def sampled(model: Decoder, case: dict[str, Any]) -> tuple[list[Any], int]:
+    """Every request's tokens and logprobs, and how many steps were dealt; lengths differ, so that rows become free."""
+    llm = LLM(model, max_num_seqs=NUM_SEQS, max_model_len=MAX_LEN)
+    graphs = llm.engine.model_runner.graphs = EagerGraphs(llm)
+    params = [
+        SamplingParams(**{"temperature": 0.7 + 0.2 * i, "seed": i, "ignore_eos": True, "max_tokens": 4 + 3 * i, **case})
+        for i in range(NUM_SEQS)
+    ]
+    outputs = llm.generate([ids(i, 5 + i).tolist() for i in range(NUM_SEQS)], params)
+    answers = [output.outputs[0] for output in outputs]
+    return [(answer.token_ids, answer.logprobs) for answer in answers], graphs.num_dealt
+
+
+def job(rank: int, world: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    one, cut = (make("llama", "rowwise", exact=True) for _ in range(2))
+    parallelize(cut, TensorGroup.of(), mode="gather")
+    for name, case in CASES.items():
+        wanted, num_dealt = sampled(one, case)
+        assert num_dealt == 0
+        with mock.patch.object(tensor_group, "MIN_DEALT_BYTES", 0):
+            answers, num_dealt = sampled(cut, case)
+        found[name] = repr(answers) == repr(wanted), num_dealt
+    found["captures"] = captures(cut, rank)
+    return found
+
+
+class Failing(CapturedSteps[int, str]):
+    """Steps of which one rank cannot capture number 2."""
+
+    what = "steps go on"
+
+    def __init__(self, model: Decoder, rank: int) -> None:
+        self.model, self.rank, self.obstacle, self._captured = model, rank, None, {0: "there"}
+
+    def _capture(self, key: int) -> str:
+        if (self.rank, key) == (1, 2):
+            raise RuntimeError("out of memory\nand more")
+        return f"step {key}"
+
+
+def captures(model: Decoder, rank: int) -> list[str | None]:
+    steps = Failing(model, rank)
+    return [steps._get(1), steps._get(2), steps.obstacle, steps._get(3), steps._get(1)]
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return run_group(job, 2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_that_are_dealt_have_the_tokens_of_one_process(found: list[dict[str, Any]], case: str) -> None:
+    for rank in found:
+        is_equal, num_dealt = rank[case]
+        assert is_equal and num_dealt > 8
+
+
+def test_a_capture_that_fails_on_one_rank_is_used_by_none(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["captures"] == ["step 1", None, "out of memory", None, "step 1"]

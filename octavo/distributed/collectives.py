@@ -41,3 +41,11 @@ def exchange(pieces: torch.Tensor, group: Any = None) -> torch.Tensor:
     received = torch.empty_like(pieces)
     dist.all_to_all_single(received, pieces, group=group)
     return received
+
+
+def exchange_parts(
+    received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int], group: Any = None
+) -> None:
+    """Write what every rank has for this one into `received`; so many elements of each rank, and for each."""
+    sizes = [[sent.itemsize * size for size in each] for each in (received_sizes, sent_sizes)]
+    dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), sizes[0], sizes[1], group=group)

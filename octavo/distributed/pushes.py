@@ -8,7 +8,7 @@ import itertools
 import logging
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,17 +17,48 @@ from octavo.distributed.symmetric import Shared, obstacle_to_sharing, share
 from octavo.distributed.torch_private import outside_modes
 from octavo.ops.push.reference import rows_each, share_of
 
-MIN_BYTES = 16 << 20  # of a kind's memory; it grows by powers of two
+MIN_BYTES = 8 << 20  # of a message's memory; it grows by powers of two
 
 logger = logging.getLogger(__name__)
 
 
+class Half(NamedTuple):
+    """Where a message goes.
+
+    Attributes:
+        own: this rank's memory.
+        addresses: [ranks] int64, of every rank's.
+    """
+
+    own: torch.Tensor
+    addresses: torch.Tensor
+
+
 class Memory:
-    """A buffer of each rank for messages of one kind."""
+    """Two buffers of each rank, in turns for messages of one kind.
+
+    A rank that sends a message has come past the barrier behind the last one, which the others entered when they had
+    read the one before: so nobody reads where it writes. The host does not see when CUDA graphs send theirs; where they
+    do, another barrier goes before each.
+    """
 
     def __init__(self, shared: Shared) -> None:
-        self.shared, self.own = shared, shared.buffers[shared.rank]
-        self.addresses = torch.tensor([buffer.data_ptr() for buffer in shared.buffers], device=self.own.device)
+        pairs = [buffer.chunk(2) for buffer in shared.buffers]
+        self.num_bytes, self.barrier = len(pairs[0][0]), shared.barrier
+        self._halves = [self._half(shared.rank, buffers) for buffers in zip(*pairs, strict=True)]
+        self._is_in_graphs = False
+
+    def _half(self, rank: int, buffers: Sequence[torch.Tensor]) -> Half:
+        own = buffers[rank]
+        return Half(own, torch.tensor([buffer.data_ptr() for buffer in buffers], device=own.device))
+
+    def open(self) -> Half:
+        """Where the next message goes; the barrier behind it is the caller's."""
+        self._is_in_graphs |= torch.cuda.is_current_stream_capturing()
+        if self._is_in_graphs:
+            self.barrier()
+        self._halves.reverse()
+        return self._halves[0]
 
 
 class Pushes:
@@ -57,21 +88,22 @@ class Pushes:
         """
         T, width = own.shape
         each = rows_each(T, self.world)
-        memory = self._memory("deal", self.world * each * width * own.itemsize) if _is_words(own) else None
+        kind = "sums" if is_sum else "columns of a share"
+        memory = self._memory(kind, self.world * each * width * own.itemsize) if _is_words(own) else None
         if memory is None:
             return None
-        memory.shared.barrier()
+        half = memory.open()
         x = own.contiguous().view(torch.int32)
         stride = x.shape[1] if is_sum else self.world * x.shape[1]
         first = self.rank * (each if is_sum else 1) * x.shape[1]
-        self._push(x, memory.addresses, self.rank, stride_out=stride, first_word=first, share=each)
-        memory.shared.barrier()
+        self._push(x, half.addresses, self.rank, stride_out=stride, first_word=first, share=each)
+        memory.barrier()
         mine = share_of(T, self.rank, self.world)
         rows = mine.stop - mine.start
         if is_sum:
-            parts = memory.own[: self.world * each * width * own.itemsize].view(own.dtype)
+            parts = half.own[: self.world * each * width * own.itemsize].view(own.dtype)
             return parts.view(self.world, each, width)[:, :rows]
-        return memory.own[: rows * self.world * width * own.itemsize].view(own.dtype).view(rows, -1)
+        return half.own[: rows * self.world * width * own.itemsize].view(own.dtype).view(rows, -1)
 
     def gather_columns(self, *pieces: torch.Tensor) -> list[torch.Tensor] | None:
         """Of each piece every rank's columns [T, n], by rank: [T, ranks * n]; as deal returns."""
@@ -105,27 +137,26 @@ class Pushes:
         memory = self._memory(kind, starts[-1]) if all(map(_is_words, pieces)) else None
         if memory is None:
             return None
-        memory.shared.barrier()
-        made = []
+        half, made = memory.open(), []
         for piece, start, size, (rows, columns, first) in zip(pieces, starts, sizes, places, strict=False):
             words = piece.contiguous().view(torch.int32)
             at, stride = (start + first * piece.itemsize) // 4, columns * piece.itemsize // 4
-            self._push(words, memory.addresses, self.rank, stride_out=stride, first_word=at)
-            made.append(memory.own[start : start + size].view(piece.dtype).view(rows, columns))
-        memory.shared.barrier()
+            self._push(words, half.addresses, self.rank, stride_out=stride, first_word=at)
+            made.append(half.own[start : start + size].view(piece.dtype).view(rows, columns))
+        memory.barrier()
         return made
 
     def _memory(self, kind: str, num_bytes: int) -> Memory | None:
-        """So many bytes for a kind of message; made, by all ranks, when more come than before."""
+        """For messages of so many bytes of a kind; made, by all ranks, when more come than before."""
         memories = self._memories.setdefault(kind, [])
-        if memories and memories[-1].own.nbytes >= num_bytes:
+        if memories and memories[-1].num_bytes >= num_bytes:
             return memories[-1]
         if kind in self._refused or torch.cuda.is_current_stream_capturing():
             return None
         group = self._group()
         assert group is not None, "a group that is gone sends nothing"
         with outside_modes():  # an engine may be trying out whether a step waits for the GPU; this one does, once
-            shared = share(group, self._device, max(MIN_BYTES, 1 << (num_bytes - 1).bit_length()))
+            shared = share(group, self._device, 2 * max(MIN_BYTES, 1 << (num_bytes - 1).bit_length()))
             made = None if isinstance(shared, str) else Memory(shared)
         if made is None:
             logger.warning("large messages of a kind (%s) go by the process group's collectives: %s", kind, shared)

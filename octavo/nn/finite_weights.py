@@ -29,7 +29,7 @@ def check_finite_weights(module: nn.Module) -> None:
     if not named:
         return
     # A sum of magnitudes is finite unless an element is not, or it overflows: then that parameter is looked at again.
-    norms = [torch.linalg.vector_norm(p, 1, dtype=torch.float32) for p in named.values()]
+    norms = torch._foreach_norm(list(named.values()), 1, torch.float32)
     device = norms[0].device
     is_fine = torch.stack([norm.to(device) for norm in norms]).isfinite().tolist()
     unclear = [name for name, is_well in zip(named, is_fine, strict=True) if not is_well]

@@ -2,14 +2,13 @@
 
 from octavo.parallel.fsdp import ShardReport, shard
 from octavo.parallel.gather import gathered, is_sharded, kept, set_last_backward
-from octavo.parallel.lend import copy_weights, give_memory, lent, make_shell
+from octavo.parallel.lend import give_memory, lent, make_shell, weight_copies
 from octavo.parallel.load import load_sharded, load_weights
 from octavo.parallel.tensor_parallel import CutReport, parallelize
 
 __all__ = [
     "CutReport",
     "ShardReport",
-    "copy_weights",
     "gathered",
     "give_memory",
     "is_sharded",
@@ -21,4 +20,5 @@ __all__ = [
     "parallelize",
     "set_last_backward",
     "shard",
+    "weight_copies",
 ]

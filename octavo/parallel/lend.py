@@ -2,7 +2,8 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
@@ -13,8 +14,9 @@ from octavo.distributed.collectives import all_gather_into
 from octavo.distributed.shards import is_distributed, local, rows_of, shard_of
 from octavo.models.export import reshard
 from octavo.nn.linear import Linear
-from octavo.nn.live_weights import own_slices
+from octavo.nn.live_weights import own_slices, slices_of
 from octavo.parallel.gather import gathered, gathers_codes
+from octavo.parallel.slice_copies import SliceCopies
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -51,27 +53,43 @@ def lent(model: nn.Module, view: nn.Module) -> Iterator[None]:
 
 
 def give_memory(view: nn.Module, device: torch.device) -> None:
-    """Let a view of a shell keep parameters of its own; copy_weights gives them values."""
+    """Let a view of a shell keep parameters of its own; weight_copies gives them values."""
     empty = {name: torch.empty_like(param, device=device) for name, param in view.named_parameters()}
     _put(view, {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in empty.items()})
+    for linear in view.modules():
+        if isinstance(linear, Linear):
+            linear.source.stop_watching()  # a view is octavo's own
+
+
+def weight_copies(model: nn.Module, view: nn.Module) -> Callable[[], None]:
+    """What writes the whole parameters of a sharded model into a view's own, where they lie; a collective, as gathered.
+
+    Args:
+        view: with memory of its own; one that is cut among ranks takes its slices alone.
+    """
+    if not any(slices_of(view, name) for name, _ in view.named_parameters()):
+        return functools.partial(_copy_gathered, model, view)
+    groups = [group for param in model.parameters() for group in rows_of(param).groups]
+    if len(set(groups)) != 1:  # shards of shards
+        return functools.partial(_copy_whole, model, view)
+    return SliceCopies(model, view, groups[0])
 
 
 @torch.no_grad()
-def copy_weights(model: nn.Module, view: nn.Module) -> None:
-    """Write the whole parameters of a sharded model into a view's own, where they lie; a collective, as gathered.
-
-    Args:
-        view: with memory of its own; one that is cut among ranks takes its slices, of one parameter at a time.
-    """
-    is_cut = any(isinstance(module, Linear) and module.slices is not None for module in view.modules())
-    if is_cut or gathers_codes(model):
-        for name, value in _whole_values(model, view):
-            view.get_parameter(name).copy_(own_slices(view, name, value))
+def _copy_gathered(model: nn.Module, view: nn.Module) -> None:
+    if gathers_codes(model):
+        _copy_whole(model, view)
         return
     with gathered(model):
         theirs = dict(model.named_parameters())
         for name, param in view.named_parameters():
             param.copy_(theirs[name])
+
+
+@torch.no_grad()
+def _copy_whole(model: nn.Module, view: nn.Module) -> None:
+    for name, value in _whole_values(model, view):
+        view.get_parameter(name).copy_(own_slices(view, name, value))
 
 
 def _whole_parameters(model: nn.Module, view: nn.Module) -> dict[str, nn.Parameter]:

@@ -22,7 +22,7 @@ from octavo.nn import Linear
 from octavo.nn.finite_weights import check_finite_weights
 from octavo.nn.live_weights import live_tensors, make_tensors, own_slices, pin_codes, renew_codes
 from octavo.numerics import Numerics, get_recipe
-from octavo.parallel import copy_weights, make_shell, shard
+from octavo.parallel import make_shell, shard, weight_copies
 from octavo.rl.engines.dealt import DealtEngine
 from octavo.rl.ranks import Ranks
 from octavo.serve import SamplingParams
@@ -113,10 +113,10 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _time_parts(session: Session, policy: Decoder, sampler: Decoder, case: str) -> None:
     """What DealtEngine.publish does, a part at a time, each waited for: together they take longer."""
-    nothing = torch.zeros(())
+    nothing, copy_weights = torch.zeros(()), weight_copies(policy, sampler)
 
     def gather() -> torch.Tensor:
-        copy_weights(policy, sampler)
+        copy_weights()
         return nothing
 
     def check() -> torch.Tensor:

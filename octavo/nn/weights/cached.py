@@ -204,6 +204,9 @@ class CachedWeight(WeightSource):
                 self._quantize_both(weight, plan)
         self.forward(weight, plan)
 
+    def stop_watching(self) -> None:
+        self._watch.end()
+
     # Pinned codes
 
     def pin(self, weight: torch.Tensor | None, plan: LinearPlan) -> None:

@@ -81,6 +81,9 @@ class WeightSource:
     def renew(self, weight: torch.Tensor | None, plan: LinearPlan) -> None:
         """Make the codes of new values now, for a sampler and for the training steps that follow."""
 
+    def stop_watching(self) -> None:
+        """Look for unseen writes no more: only octavo writes this weight."""
+
     def pin(self, weight: torch.Tensor | None, plan: LinearPlan) -> None:
         """Make the codes that a forward reads; those of later weights go to their place. See live_weights.pin_codes."""
 

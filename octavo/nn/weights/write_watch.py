@@ -27,6 +27,10 @@ class WriteWatch:
         self._made: torch.Tensor | None = None  # the sum of the weight that the codes are of
         self._answer: tuple[torch.Tensor, torch.cuda.Event] | None = None  # whether it differed, once the event is over
 
+    def end(self) -> None:
+        """Nothing is taken or compared from here on."""
+        self._num_steps, self._made, self._answer = self.MOST_STEPS + 1, None, None
+
     def begin(self, weights: Sequence[torch.Tensor], version: tuple[int, int]) -> None:
         """New codes are about to be made of this version of some weights: the modules' count, and torch's."""
         self._made = self._answer = None

@@ -21,7 +21,7 @@ from octavo.models import Decoder
 from octavo.models.tokenizer import Tokenizer
 from octavo.nn.finite_weights import check_finite_weights
 from octavo.nn.live_weights import renew_codes
-from octavo.parallel import copy_weights, gathered, give_memory, lent, parallelize
+from octavo.parallel import gathered, give_memory, lent, parallelize, weight_copies
 from octavo.rl.engines.embedded import EmbeddedEngine
 from octavo.rl.engines.protocol import Generation, Prompt, SamplingSpec
 from octavo.serve import LLM
@@ -77,7 +77,8 @@ class DealtEngine(EmbeddedEngine):
             if tensor_group is not None:
                 parallelize(sampler, tensor_group)  # a shell: no rank has memory for the whole of it
             give_memory(sampler, mesh.device)
-            copy_weights(policy, sampler)
+            self._copy_weights = weight_copies(policy, sampler)
+            self._copy_weights()
         elif sampler is policy:
             self._weights = functools.partial(gathered, policy)
         elif sampler.tensor_group is None:
@@ -146,7 +147,7 @@ class DealtEngine(EmbeddedEngine):
                 return super().publish(trainer, sampler, hand_over_scales)
         began = time.perf_counter()
         self.begin_update(sampler, trainer.weight_version)  # which refuses another sampler
-        copy_weights(trainer, sampler)
+        self._copy_weights()
         together(self._mesh.host_group, lambda: check_finite_weights(sampler))  # ranks may hold different slices
         sampler.mark_weights_updated()
         sampler.weight_version = trainer.weight_version

@@ -1,0 +1,143 @@
+"""A sharded model's weights into a view that is cut among the ranks: each slice goes to its rank alone."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from octavo.distributed.collectives import exchange_parts
+from octavo.distributed.outcome import together
+from octavo.distributed.shards import local, rows_of
+from octavo.models.export import reshard
+from octavo.nn.live_weights import slices_of
+
+BUCKET_NUMEL = 512 << 20  # elements of whole parameters whose slices travel together
+
+
+class Held(NamedTuple):
+    """What a rank has of a parameter.
+
+    Attributes:
+        first: row of its shard.
+        num: rows of its shard.
+        rows: ranges of the whole that follow each other in its slice.
+        columns: of the whole, in its slice.
+        is_cut: whether ranks have different rows.
+    """
+
+    first: int
+    num: int
+    rows: tuple[slice, ...]
+    columns: slice
+    is_cut: bool
+
+
+class Piece(NamedTuple):
+    """So many rows of a shard that belong into a slice: where they begin in either, and which columns."""
+
+    in_shard: int
+    in_slice: int
+    num: int
+    columns: slice
+
+
+def pieces(source: Held, owner: Held) -> Iterator[Piece]:
+    """What a rank's shard has of another one's slice, in the slice's order."""
+    in_slice = 0
+    for rows in owner.rows:
+        first, stop = max(rows.start, source.first), min(rows.stop, source.first + source.num)
+        if first < stop:
+            yield Piece(first - source.first, in_slice + first - rows.start, stop - first, owner.columns)
+        in_slice += rows.stop - rows.start
+
+
+class SliceCopies:
+    """Writes a sharded model's weights, rounded to the view's dtypes, into the view's slices, where they lie.
+
+    Made and called by all ranks of the group over which the model is sharded.
+
+    Args:
+        model: its parameters are sharded along dim 0 over one group, or whole.
+        view: with memory of its own, for the same parameters by name.
+        group: torch's process group.
+    """
+
+    def __init__(self, model: nn.Module, view: nn.Module, group: Any) -> None:
+        self._model, self._view, self._group = model, view, group
+        self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
+        by_rank = together(group, self._held)
+        self._held_of = {name: [held[name] for held in by_rank] for name in by_rank[0]}
+
+    def _held(self) -> dict[str, Held]:
+        theirs, found = dict(self._model.named_parameters()), {}
+        for name, _ in self._view.named_parameters():
+            param, slices = theirs[name], slices_of(self._view, name)
+            shard, columns = rows_of(param), slice(None)
+            rows: tuple[slice, ...] = (slice(0, len(param)),)
+            if slices is not None:
+                rows, columns = slices.rows, slices.columns if param.dim() > 1 else columns  # a bias has no columns
+            found[name] = Held(shard.first, shard.num, rows, columns, bool(shard.groups))
+        return found
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Copy the weights as they are now."""
+        reshard(self._model)  # what is gathered already may be codes
+        theirs, own = dict(self._model.named_parameters()), dict(self._view.named_parameters())
+        for names in self._buckets(theirs, own):
+            self._copy({name: (_matrix(local(theirs[name])), _matrix(own[name])) for name in names})
+
+    def _buckets(self, theirs: dict[str, nn.Parameter], own: dict[str, nn.Parameter]) -> Iterator[list[str]]:
+        """Names of parameters of one dtype in the view, a bucket at a time: the same on all ranks."""
+        for dtype in dict.fromkeys(param.dtype for param in own.values()):
+            names, numel = list[str](), 0
+            for name in (name for name, param in own.items() if param.dtype == dtype):
+                if numel and numel + theirs[name].numel() > BUCKET_NUMEL:
+                    yield names
+                    names, numel = [], 0
+                names.append(name)
+                numel += theirs[name].numel()
+            yield names
+
+    def _copy(self, params: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Of each parameter this rank's shard into the slices of all, and those of all into this rank's slice."""
+        sent: list[list[torch.Tensor]] = [[] for _ in range(self._world)]
+        read: list[list[torch.Tensor]] = [[] for _ in range(self._world)]
+        for name, (shard, own) in params.items():
+            held = self._held_of[name]
+            for peer in range(self._world) if held[self._rank].is_cut else (self._rank,):
+                leaving, coming = pieces(held[self._rank], held[peer]), pieces(held[peer], held[self._rank])
+                sent[peer] += [shard[p.in_shard : p.in_shard + p.num, p.columns] for p in leaving]
+                read[peer] += [own[p.in_slice : p.in_slice + p.num] for p in coming]
+        _copy_all(read[self._rank], sent[self._rank])
+        sent[self._rank], read[self._rank] = [], []
+        like = next(iter(params.values()))[1]
+        message, places = _laid_out(sent, like)
+        _copy_all(places, list(itertools.chain(*sent)))
+        answer, places = _laid_out(read, like)
+        exchange_parts(answer, message, _sizes(read), _sizes(sent), self._group)
+        _copy_all(list(itertools.chain(*read)), places)
+
+
+def _copy_all(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    if into:
+        torch._foreach_copy_(into, values)
+
+
+def _sizes(parts: Sequence[Sequence[torch.Tensor]]) -> list[int]:
+    return [sum(part.numel() for part in each) for each in parts]
+
+
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    """[rows, *] as [rows, n]."""
+    return x.detach().reshape(len(x), -1)
+
+
+def _laid_out(parts: Sequence[Sequence[torch.Tensor]], like: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """New memory for matrices that travel one after the other, and each one's place in it."""
+    shapes = [part.shape for each in parts for part in each]
+    memory = like.new_empty(sum(shape.numel() for shape in shapes))
+    return memory, [x.view(shape) for x, shape in zip(memory.split([s.numel() for s in shapes]), shapes, strict=True)]

@@ -25,6 +25,20 @@ def test_sizes_hold_every_step_and_need_no_padding(exact: bool) -> None:
         assert all(unpadded_rows(size, exact) == size for size in sizes)
 
 
+def test_gpus_that_share_a_step_have_sizes_for_larger_and_full_ones() -> None:
+    numerics = Numerics(get_recipe("blockwise"))
+    assert step_sizes(8192, numerics, 2)[-6:] == [2048, 2560, 3072, 3584, 4096, 8192]
+    assert step_sizes(3000, numerics, 2)[-2:] == [2560, 3072]
+    assert step_sizes(8192, numerics, 4)[-1] == 8192
+
+
+def test_what_would_be_mostly_padding_is_not_filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = make_graphs(monkeypatch, 8192)
+    graphs.sizes = step_sizes(8192, graphs.model.numerics, 2)
+    found = [graphs.run(torch.zeros(n, dtype=torch.int64), object()) for n in (8192, 8100, 7000, 7000)]  # type: ignore[arg-type]
+    assert found == [None, 8192, None, None]
+
+
 def make_graphs(monkeypatch: pytest.MonkeyPatch, max_tokens: int) -> PromptGraphs:
     """Pieces that nobody captures: their sizes stand for them."""
     graphs = object.__new__(PromptGraphs)

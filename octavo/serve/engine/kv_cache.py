@@ -10,7 +10,7 @@ from octavo.nn import PackedContext
 from octavo.ops.attention import PAGE_SIZE, PagedKVLayer, allocate_kv_layer
 from octavo.serve.engine.config import EngineConfig
 from octavo.serve.engine.expert_choices import choice_page_bytes
-from octavo.serve.engine.prompt_graphs import MOST_TOKENS
+from octavo.serve.engine.prompt_graphs import sizes_for
 from octavo.serve.engine.varlen_prefill import READ_BYTES
 
 # a machine without a GPU shares its memory with everything else; one sequence of full length always fits
@@ -134,5 +134,6 @@ def _cuda_bytes(model: Decoder, config: EngineConfig) -> int:
     del hidden, token_ids
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    piece_bytes = 0 if config.enforce_eager else step_bytes * min(MOST_TOKENS, num_tokens) // num_tokens
+    largest = min(sizes_for(model, num_tokens)[-1], num_tokens)
+    piece_bytes = 0 if config.enforce_eager else step_bytes * largest // num_tokens
     return int(total * config.gpu_memory_utilization) - (total - free) - step_bytes - piece_bytes - READ_BYTES

@@ -19,9 +19,9 @@ from octavo.serve.engine.graph_capture import CapturedSteps, GraphRecorder, borr
 from octavo.serve.engine.paged_context import PagedContext
 from octavo.serve.engine.waiting import try_out
 
-# tokens; beyond the last a GPU has more to do than the CPU
+# tokens; beyond the last one GPU has more to do than the CPU, and each of several with the work of a step together less
 _SIZES = (*range(64, 513, 64), *range(640, 2049, 128))
-MOST_TOKENS = _SIZES[-1]
+_MOST_TOKENS, _WIDE_STEP = _SIZES[-1], 512
 
 
 class Stop(NamedTuple):
@@ -73,7 +73,7 @@ class PromptGraphs(CapturedSteps[int, StepPieces]):
     ) -> None:
         super().__init__(model)
         self.layers, self.choices = layers, choices
-        self.sizes = step_sizes(max_tokens, model.numerics)
+        self.sizes = sizes_for(model, max_tokens)
         self._seen: set[int] = set()
         self._attended: torch.Tensor | None = None
 
@@ -91,7 +91,7 @@ class PromptGraphs(CapturedSteps[int, StepPieces]):
         """A step's hidden states [T, hidden_size]; None where it is too large, or of a size for the first time."""
         num_tokens = token_ids.shape[0]
         size = next((size for size in self.sizes if size >= num_tokens), None)
-        if size is None:
+        if size is None or size - num_tokens >= _WIDE_STEP:
             return None
         if size not in self._captured and size not in self._seen:
             self._seen.add(size)
@@ -136,9 +136,20 @@ class PromptGraphs(CapturedSteps[int, StepPieces]):
             return self.model(inputs[0], context)
 
 
-def step_sizes(most: int, numerics: Numerics) -> list[int]:
-    """Tokens that steps are filled up to, rising, up to the first that holds so many; FP8 products pad none of them."""
-    sizes = sorted({unpadded_rows(n, numerics.exact) if numerics.recipe.is_fp8 else n for n in _SIZES})
+def sizes_for(model: Decoder, max_tokens: int) -> list[int]:
+    """Sizes that a model's steps of up to so many tokens are filled up to."""
+    return step_sizes(max_tokens, model.numerics, 1 if model.tensor_group is None else model.tensor_group.size)
+
+
+def step_sizes(most: int, numerics: Numerics, num_gpus: int = 1) -> list[int]:
+    """Tokens that steps are filled up to, rising, up to the first that holds so many; FP8 products pad none of them.
+
+    Of a model that is cut among GPUs larger steps, and full ones.
+    """
+    given = (*_SIZES, *range(_MOST_TOKENS + _WIDE_STEP, num_gpus * _MOST_TOKENS + 1, _WIDE_STEP))
+    if num_gpus > 1 and most > given[-1]:
+        given = (*given, most)
+    sizes = sorted({unpadded_rows(n, numerics.exact) if numerics.recipe.is_fp8 else n for n in given})
     enough = next((i for i, size in enumerate(sizes) if size >= most), len(sizes) - 1)
     return sizes[: enough + 1]
 

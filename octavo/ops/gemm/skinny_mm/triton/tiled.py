@@ -31,13 +31,14 @@ LONG_SLABS = 64  # from so many slabs of K on two programs a multiprocessor gain
 
 
 class SkinnyTile(NamedTuple):
-    """Rows of the weight that a program owns, and the stages of its loads: two programs fit on a multiprocessor."""
+    """Rows of the weight that a program owns, and the stages of its loads."""
 
     block_n: int
     stages: int
 
 
-TILE, WIDE_TILE = SkinnyTile(64, 6), SkinnyTile(128, 4)
+# two of the first fit on a multiprocessor; of the others, from the left, one, two and three
+TILE, WIDE_TILES = SkinnyTile(64, 6), (SkinnyTile(128, 6), SkinnyTile(128, 4), SkinnyTile(128, 3))
 
 
 # What differs from step to step and makes no kernel faster: a compilation for each of its kinds would stall a step.
@@ -80,13 +81,25 @@ def token_tiles(
 
 
 def suits(M: int, N: int) -> bool:
-    """Whether these tiles are quicker than the library's, as measured on an H200."""
-    return M <= BLOCK_M or (M <= MAX_TOKENS and _num_tiles(M, N, tile_of(M, N)) <= PROGRAMS)
+    """Whether these tiles are quicker than the library's, as measured on an H200: where they leave few places free."""
+    if M <= BLOCK_M:
+        return True
+    num_tiles = _num_tiles(M, N, tile_of(M, N))
+    return M <= MAX_TOKENS and (num_tiles <= PROGRAMS or 2 * PROGRAMS < num_tiles <= 3 * PROGRAMS)
 
 
-def tile_of(M: int, N: int) -> SkinnyTile:
-    """The smaller tile as long as there is a multiprocessor for each."""
-    return TILE if _num_tiles(M, N, TILE) <= PROGRAMS else WIDE_TILE
+def tile_of(M: int, N: int, *, splits_k: bool = False) -> SkinnyTile:
+    """The smaller tile as long as there is a multiprocessor for each; else a wide one, of which as many run at once.
+
+    Args:
+        splits_k: two programs a multiprocessor have ranges of K.
+    """
+    if _num_tiles(M, N, TILE) <= PROGRAMS:
+        return TILE
+    programs_each = -(-_num_tiles(M, N, WIDE_TILES[0]) // PROGRAMS)
+    if programs_each == 1 and splits_k:
+        programs_each = 2
+    return WIDE_TILES[min(programs_each, 3 if M > BLOCK_M else 2) - 1]
 
 
 def _num_tiles(M: int, N: int, tile: SkinnyTile) -> int:
@@ -96,9 +109,11 @@ def _num_tiles(M: int, N: int, tile: SkinnyTile) -> int:
 def tiled_mm(a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
     """As octavo.ops.gemm.skinny_mm.skinny_mm, for what can_run accepts."""
     (M, K), N, device = a.shape, b.shape[0], a.device
-    tile, slabs = tile_of(M, N), K // BLOCK_K
+    slabs = K // BLOCK_K
+    is_long = slabs >= LONG_SLABS
+    tile = tile_of(M, N, splits_k=is_long)
     tiles = _num_tiles(M, N, tile)
-    programs = 2 * PROGRAMS if slabs >= LONG_SLABS else PROGRAMS
+    programs = 2 * PROGRAMS if is_long else PROGRAMS
     splits, slabs_a_split = split_of(programs // tiles, slabs, 1)
     out = torch.empty(M, N, dtype=out_dtype, device=device)
     parts, arrivals = new_parts(device, tiles, splits, BLOCK_M * tile.block_n)

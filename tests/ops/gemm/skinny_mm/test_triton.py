@@ -66,7 +66,14 @@ def test_splits_cover_k() -> None:
 
 def test_what_the_library_is_quicker_at_is_left_to_it() -> None:
     assert all(tiled.suits(M, 4096) for M in (33, 64, 128, 256)) and tiled.suits(64, 24576)
-    assert not any(tiled.suits(M, N) for M, N in ((257, 4096), (256, 6144), (128, 24576)))
+    assert tiled.suits(256, 12288) and tiled.suits(128, 24576)  # three programs on a multiprocessor
+    assert not any(tiled.suits(M, N) for M, N in ((257, 4096), (256, 6144), (128, 12288), (129, 24576)))
+
+
+def test_as_many_wide_tiles_run_on_a_multiprocessor_as_there_are() -> None:
+    stages = {(M, N): tiled.tile_of(M, N).stages for M, N in ((64, 12288), (256, 12288), (128, 12288), (64, 49152))}
+    assert stages == {(64, 12288): 6, (256, 12288): 3, (128, 12288): 4, (64, 49152): 4}
+    assert tiled.tile_of(256, 4096).stages == 6 and tiled.tile_of(256, 4096, splits_k=True).stages == 4
 
 
 def test_codes_of_another_format_are_left_to_the_library() -> None:

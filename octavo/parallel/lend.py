@@ -3,7 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from octavo.distributed.shards import is_distributed, local, rows_of, shard_of
 from octavo.models.export import reshard
 from octavo.nn.linear import Linear
 from octavo.nn.live_weights import own_slices
+from octavo.parallel.equal import sum_of_bits
 from octavo.parallel.gather import gathered, gathers_codes
 
 M = TypeVar("M", bound=nn.Module)
@@ -57,21 +58,46 @@ def give_memory(view: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def copy_weights(model: nn.Module, view: nn.Module) -> None:
+def copy_weights(model: nn.Module, view: nn.Module) -> list[str]:
     """Write the whole parameters of a sharded model into a view's own, where they lie; a collective, as gathered.
 
     Args:
         view: with memory of its own; one that is cut among ranks takes its slices, of one parameter at a time.
+    Returns:
+        The parameters that came to this rank with other bits than the ranks' shards have (a sum of each one's bits is
+        compared): they were damaged on the way, and the view has them so. Other ranks may have got them whole.
     """
+    came: dict[str, tuple[torch.dtype, torch.Tensor]] = {}
     is_cut = any(isinstance(module, Linear) and module.slices is not None for module in view.modules())
     if is_cut or gathers_codes(model):
         for name, value in _whole_values(model, view):
             view.get_parameter(name).copy_(own_slices(view, name, value))
-        return
-    with gathered(model):
-        theirs = dict(model.named_parameters())
-        for name, param in view.named_parameters():
-            param.copy_(theirs[name])
+            came[name] = value.dtype, sum_of_bits(value)
+    else:
+        with gathered(model):
+            theirs = dict(model.named_parameters())
+            for name, param in view.named_parameters():
+                param.copy_(theirs[name])
+                came[name] = theirs[name].dtype, sum_of_bits(theirs[name])
+    return _damaged(model, came)
+
+
+def _damaged(model: nn.Module, came: Mapping[str, tuple[torch.dtype, torch.Tensor]]) -> list[str]:
+    """The names whose sum of bits is not that of all ranks' shards, rounded to the dtype in which they travelled."""
+    if not came:
+        return []
+    theirs = dict(model.named_parameters())
+    sent = torch.stack([sum_of_bits(local(theirs[name]).to(dtype)) for name, (dtype, _) in came.items()])
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for index, name in enumerate(came):
+        alike.setdefault(rows_of(theirs[name]).groups, []).append(index)
+    for groups, places in alike.items():
+        total = sent[places]
+        for group in groups:
+            dist.all_reduce(total, group=group)
+        sent[places] = total
+    is_whole = (sent == torch.stack([found for _, found in came.values()])).tolist()
+    return [name for name, is_well in zip(came, is_whole, strict=True) if not is_well]
 
 
 def _whole_parameters(model: nn.Module, view: nn.Module) -> dict[str, nn.Parameter]:

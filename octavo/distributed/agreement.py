@@ -1,4 +1,7 @@
-"""Whether all ranks of a job run the same: config, versions, data and numerics, compared once before the first step."""
+"""Whether all ranks of a job run the same: config, versions, data and numerics, compared once before the first step.
+
+Processes that a server starts are compared with it before they are told what to load.
+"""
 
 import platform
 from collections.abc import Mapping
@@ -12,14 +15,34 @@ from octavo import __version__
 from octavo.errors import ConfigError
 
 _MISSING = "(not set)"
+_SAME_FILES = "start every rank from the same files, with the same versions"
+
+
+def versions() -> dict[str, str]:
+    """The versions that decide this process's bits; plain strings, which any version of octavo can read."""
+    triton = next((d.version for d in metadata.distributions(name="triton")), "none")
+    own = {"octavo": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+    return {**own, "triton": triton}
 
 
 def describe_process() -> dict[str, str]:
     """The versions and the kind of device that decide this process's bits."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    triton = next((d.version for d in metadata.distributions(name="triton")), "none")
-    versions = {"octavo": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    return {**versions, "triton": triton, "device": device}
+    return {**versions(), "device": device}
+
+
+def check_versions(starter: str, theirs: Mapping[str, str], own: str) -> None:
+    """Refuse to work for a process that runs other versions than this one.
+
+    Args:
+        starter: that process in a word, such as "rank 0".
+        theirs: its versions().
+        own: this process in a word.
+    Raises:
+        ConfigError: names what differs, both processes and both values.
+    """
+    advice = f"octavo or torch was installed anew while {starter} ran: restart the server"
+    _refuse_difference({starter: theirs, own: versions()}, advice)
 
 
 def check_agreement(facts: Mapping[str, Any], group: Any = None) -> None:
@@ -36,11 +59,15 @@ def check_agreement(facts: Mapping[str, Any], group: Any = None) -> None:
     mine = {key: repr(value) for key, value in facts.items()}
     everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everyone, mine, group=group)
-    for key in dict.fromkeys(key for theirs in everyone for key in theirs):
-        values = [theirs.get(key, _MISSING) for theirs in everyone]
-        for rank, value in enumerate(values):
-            if value != values[0]:
+    _refuse_difference({f"rank {rank}": theirs for rank, theirs in enumerate(everyone)}, _SAME_FILES)
+
+
+def _refuse_difference(everyone: Mapping[str, Mapping[str, str]], advice: str) -> None:
+    """Raise where facts of one process are not those of the first one."""
+    (first, firsts), *others = everyone.items()
+    for key in dict.fromkeys(key for theirs in everyone.values() for key in theirs):
+        for name, theirs in others:
+            if (value := theirs.get(key, _MISSING)) != (wanted := firsts.get(key, _MISSING)):
                 raise ConfigError(
-                    f"all ranks must run the same; {key} is {values[0]} on rank 0 and {value} on rank {rank}; start "
-                    "every rank from the same files, with the same versions"
+                    f"all ranks must run the same; {key} is {wanted} on {first} and {value} on {name}; {advice}"
                 )

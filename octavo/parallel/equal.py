@@ -20,10 +20,15 @@ def check_equal(params: Mapping[str, torch.Tensor], group: Any, device: torch.de
     """
     with torch.no_grad():
         sums = {
-            name: param.view(torch.int16 if param.element_size() == 2 else torch.int32).sum(dtype=torch.int64)
+            name: sum_of_bits(param)
             for name, param in params.items()
             if param.element_size() in (2, 4) and not param.is_meta
         }
     values = torch.stack([each.to(device) for each in sums.values()]).tolist() if sums else []
     known = dict(zip(sums, values, strict=True))
     check_agreement({f"the sum of the bits of {name}": known.get(name) for name in params}, group)
+
+
+def sum_of_bits(values: torch.Tensor) -> torch.Tensor:
+    """The elements' bits as integers, added up: [] int64; of a tensor of 2 or 4 bytes an element."""
+    return values.view(torch.int16 if values.element_size() == 2 else torch.int32).sum(dtype=torch.int64)

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from octavo.distributed.shards import is_distributed, local, rows_of, shard_of
 from octavo.models.export import reshard
 from octavo.nn.linear import Linear
 from octavo.nn.live_weights import own_slices, slices_of
+from octavo.parallel.equal import sum_of_bits
 from octavo.parallel.gather import gathered, gathers_codes
 from octavo.parallel.slice_copies import SliceCopies
 
@@ -61,11 +62,14 @@ def give_memory(view: nn.Module, device: torch.device) -> None:
             linear.source.stop_watching()  # a view is octavo's own
 
 
-def weight_copies(model: nn.Module, view: nn.Module) -> Callable[[], None]:
+def weight_copies(model: nn.Module, view: nn.Module) -> Callable[[], list[str]]:
     """What writes the whole parameters of a sharded model into a view's own, where they lie; a collective, as gathered.
 
     Args:
         view: with memory of its own; one that is cut among ranks takes its slices alone.
+    Returns:
+        A call returns the parameters of which one at least came to this rank with other bits than were sent (sums of
+        bits are compared): the view has it so. Other ranks may have got theirs whole.
     """
     if not any(slices_of(view, name) for name, _ in view.named_parameters()):
         return functools.partial(_copy_gathered, model, view)
@@ -76,20 +80,43 @@ def weight_copies(model: nn.Module, view: nn.Module) -> Callable[[], None]:
 
 
 @torch.no_grad()
-def _copy_gathered(model: nn.Module, view: nn.Module) -> None:
+def _copy_gathered(model: nn.Module, view: nn.Module) -> list[str]:
     if gathers_codes(model):
-        _copy_whole(model, view)
-        return
+        return _copy_whole(model, view)
+    came = {}
     with gathered(model):
         theirs = dict(model.named_parameters())
         for name, param in view.named_parameters():
             param.copy_(theirs[name])
+            came[name] = theirs[name].dtype, sum_of_bits(theirs[name])
+    return _damaged(model, came)
 
 
 @torch.no_grad()
-def _copy_whole(model: nn.Module, view: nn.Module) -> None:
+def _copy_whole(model: nn.Module, view: nn.Module) -> list[str]:
+    came = {}
     for name, value in _whole_values(model, view):
         view.get_parameter(name).copy_(own_slices(view, name, value))
+        came[name] = value.dtype, sum_of_bits(value)
+    return _damaged(model, came)
+
+
+def _damaged(model: nn.Module, came: Mapping[str, tuple[torch.dtype, torch.Tensor]]) -> list[str]:
+    """The names whose sum of bits is not that of all ranks' shards, rounded to the dtype in which they travelled."""
+    if not came:
+        return []
+    theirs = dict(model.named_parameters())
+    sent = torch.stack([sum_of_bits(local(theirs[name]).to(dtype)) for name, (dtype, _) in came.items()])
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for index, name in enumerate(came):
+        alike.setdefault(rows_of(theirs[name]).groups, []).append(index)
+    for groups, places in alike.items():
+        total = sent[places]
+        for group in groups:
+            dist.all_reduce(total, group=group)
+        sent[places] = total
+    is_whole = (sent == torch.stack([found for _, found in came.values()])).tolist()
+    return [name for name, is_well in zip(came, is_whole, strict=True) if not is_well]
 
 
 def _whole_parameters(model: nn.Module, view: nn.Module) -> dict[str, nn.Parameter]:

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from octavo.distributed.collectives import exchange_parts
+from octavo.distributed.collectives import exchange, exchange_parts
 from octavo.distributed.outcome import together
 from octavo.distributed.shards import local, rows_of
 from octavo.models.export import reshard
 from octavo.nn.live_weights import slices_of
+from octavo.parallel.equal import sum_of_bits
 
 BUCKET_NUMEL = 512 << 20  # elements of whole parameters whose slices travel together
 
@@ -83,12 +84,15 @@ class SliceCopies:
         return found
 
     @torch.no_grad()
-    def __call__(self) -> None:
-        """Copy the weights as they are now."""
+    def __call__(self) -> list[str]:
+        """Copy the weights as they are now; see weight_copies for what is returned."""
         reshard(self._model)  # what is gathered already may be codes
         theirs, own = dict(self._model.named_parameters()), dict(self._view.named_parameters())
-        for names in self._buckets(theirs, own):
-            self._copy({name: (_matrix(local(theirs[name])), _matrix(own[name])) for name in names})
+        buckets = list(self._buckets(theirs, own))
+        sums = [self._copy({name: (_matrix(local(theirs[name])), _matrix(own[name])) for name in b}) for b in buckets]
+        came, sent = (torch.stack(each, 1) for each in zip(*sums, strict=True))  # [ranks, buckets]
+        is_whole = (came == exchange(sent, self._group)).all(0).tolist()
+        return [name for names, is_well in zip(buckets, is_whole, strict=True) if not is_well for name in names]
 
     def _buckets(self, theirs: dict[str, nn.Parameter], own: dict[str, nn.Parameter]) -> Iterator[list[str]]:
         """Names of parameters of one dtype in the view, a bucket at a time: the same on all ranks."""
@@ -102,8 +106,12 @@ class SliceCopies:
                 numel += theirs[name].numel()
             yield names
 
-    def _copy(self, params: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Of each parameter this rank's shard into the slices of all, and those of all into this rank's slice."""
+    def _copy(self, params: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each parameter this rank's shard into the slices of all, and those of all into this rank's slice.
+
+        Returns:
+            The sums of the bits that came of each rank and that went to it: two of [ranks] int64.
+        """
         sent: list[list[torch.Tensor]] = [[] for _ in range(self._world)]
         read: list[list[torch.Tensor]] = [[] for _ in range(self._world)]
         for name, (shard, own) in params.items():
@@ -120,6 +128,7 @@ class SliceCopies:
         answer, places = _laid_out(read, like)
         exchange_parts(answer, message, _sizes(read), _sizes(sent), self._group)
         _copy_all(list(itertools.chain(*read)), places)
+        return _sums(answer, read), _sums(message, sent)
 
 
 def _copy_all(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
@@ -129,6 +138,10 @@ def _copy_all(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 def _sizes(parts: Sequence[Sequence[torch.Tensor]]) -> list[int]:
     return [sum(part.numel() for part in each) for each in parts]
+
+
+def _sums(message: torch.Tensor, parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+    return torch.stack([sum_of_bits(part) for part in message.split(_sizes(parts))])
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from octavo.distributed import local_job
+from octavo.distributed.agreement import check_versions
 from octavo.errors import LostWeightsError, OctavoError
 from octavo.models.tokenizer import load_tokenizer
 from octavo.parallel import parallelize
@@ -32,11 +33,16 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 drains, and then hangs up
     threading.Thread(target=follow, args=(parent,), daemon=True).start()
     calls = Connection(fd)
-    (order,) = calls.recv()
     try:
+        (versions,) = calls.recv()
+        check_versions("rank 0", versions, f"rank {rank}")  # before an order that only the same version can read
+        (order,) = calls.recv()
         engine, updates = build(order, rank, port, lambda: calls.send(("loaded", "")))
+    except OctavoError as error:  # rank 0 says it
+        calls.send(("failed", str(error)))
+        sys.exit(1)
     except Exception as error:
-        calls.send(("failed", str(error) if isinstance(error, OctavoError) else f"{type(error).__name__}: {error}"))
+        calls.send(("failed", f"{type(error).__name__}: {error}"))
         raise
     thread = threading.Thread(target=updates.run, args=(Connection(updates_fd),), daemon=True)
     thread.start()

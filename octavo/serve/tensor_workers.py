@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from octavo.distributed import local_job
+from octavo.distributed.agreement import versions
 from octavo.distributed.tensor_group import TensorGroup
 from octavo.errors import BackendError, ConfigError, OctavoError, RequestError
 from octavo.models.device import check_device
@@ -123,6 +124,7 @@ class TensorWorkers:
         ends = [*self._ends, *self._update_ends]
         self._finalizer = weakref.finalize(self, _end, ends, self._processes, self._is_closing)
         try:
+            self.tell(versions())
             self.tell(order)
         except Exception:
             self.close()

@@ -21,7 +21,7 @@ def exchange_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         Exception: whatever a copy raises, after everything was undone.
         LostWeightsError: where undoing failed too.
     """
-    pieces = [piece for live, staged in pairs for piece in _pieces(live, staged)]
+    pieces = [piece for live, staged in pairs for piece in pieces_of(live, staged)]
     sizes = [live.nbytes for live, _ in pieces]
     scratch = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=pairs[0][0].device if pairs else None)
     saved: list[torch.Tensor] = []
@@ -102,8 +102,8 @@ def _lost(error: BaseException, second: BaseException) -> LostWeightsError:
     )
 
 
-def _pieces(live: torch.Tensor, staged: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Rows of both, so many that they take EXCHANGE_BYTES at most, or one."""
+def pieces_of(live: torch.Tensor, staged: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Rows of two tensors of one shape, so many that they take EXCHANGE_BYTES at most, or one."""
     if live.dim() == 0 or live.nbytes <= EXCHANGE_BYTES:
         yield live, staged
         return

@@ -1,10 +1,11 @@
 """The mesh of a job: what fits its ranks, what is refused, and whether all ranks run the same."""
 
+import re
 from typing import Any
 
 import pytest
 
-from octavo.distributed.agreement import check_agreement, describe_process
+from octavo.distributed.agreement import check_agreement, check_versions, describe_process, versions
 from octavo.distributed.mesh import Mesh, ParallelSection
 from octavo.env import torchrun_place
 from octavo.errors import BackendError, ConfigError
@@ -125,3 +126,11 @@ def test_a_device_that_ranks_cannot_share_is_refused(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(error, match=text):
         Mesh.from_config(device=device)
+
+
+@pytest.mark.parametrize("name", ["octavo", "torch", "triton"])
+def test_a_process_of_another_version_is_refused(name: str) -> None:
+    check_versions("rank 0", versions(), "rank 1")
+    text = re.escape(f"{name} is 9.9 on the router and {versions()[name]} on replica 1; octavo or torch was installed")
+    with pytest.raises(ConfigError, match=text):
+        check_versions("the router", versions() | {name: "9.9"}, "replica 1")

@@ -1,5 +1,6 @@
 """Decoding where each rank of a cut head draws for a share of the rows: the tokens and logprobs of one process."""
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,7 @@ from octavo.distributed.tensor_group import TensorGroup
 from octavo.models import Decoder
 from octavo.parallel import parallelize
 from octavo.serve.engine.decode_graphs import DecodeGraphs, StepGraph
-from octavo.serve.engine.graph_capture import CapturedSteps
+from octavo.serve.engine.graph_capture import CapturedSteps, operand_addresses
 from tests.parallel.test_tensor_parallel import ids, make
 from tests.ranks import run_group
 
@@ -86,6 +87,7 @@ def job(rank: int, world: int) -> dict[str, Any]:
             answers, num_dealt = sampled(cut, case)
         found[name] = repr(answers) == repr(wanted), num_dealt
     found["captures"] = captures(cut, rank)
+    found["moved"] = moved(cut, rank)
     return found
 
 
@@ -108,6 +110,20 @@ def captures(model: Decoder, rank: int) -> list[str | None]:
     return [steps._get(1), steps._get(2), steps.obstacle, steps._get(3), steps._get(1)]
 
 
+def moved(model: Decoder, rank: int) -> list[bool]:
+    """Whether graphs are left after new weights: in place, on other places of one rank, and on those of all."""
+    runner, left = LLM(model, num_kv_pages=2).engine.model_runner, []
+    for ranks in ((), (1,), (0, 1)):
+        steps: Any = Failing(model, rank)
+        steps.addresses, steps._recorder = operand_addresses(model), SimpleNamespace(clear=lambda: None)
+        runner.graphs = steps
+        if rank in ranks:
+            steps.addresses[-1] += 1
+        runner.note_new_weights()
+        left.append(not steps.is_empty)
+    return left
+
+
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
     return run_group(job, 2)
@@ -123,3 +139,7 @@ def test_rows_that_are_dealt_have_the_tokens_of_one_process(found: list[dict[str
 def test_a_capture_that_fails_on_one_rank_is_used_by_none(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["captures"] == ["step 1", None, "out of memory", None, "step 1"]
+
+
+def test_graphs_are_dropped_on_all_ranks_where_weights_moved_on_one(found: list[dict[str, Any]]) -> None:
+    assert [rank["moved"] for rank in found] == [[True, False, False]] * 2

@@ -14,9 +14,10 @@ import httpx
 import pytest
 import torch
 
+import octavo
 from octavo import LLM, SamplingParams, save_model
 from octavo.cli.ranks import torchrun
-from octavo.distributed import local_job
+from octavo.distributed import agreement, local_job
 from octavo.errors import BackendError, ConfigError, RecipeError, ShapeError
 from octavo.models import Decoder, ModelConfig
 from octavo.serve.engine.request import LostRankError
@@ -128,6 +129,21 @@ def test_a_rank_that_is_killed_at_the_start_is_one_error(
     monkeypatch.undo()
     again = LLM(checkpoint, tensor_parallel_size=2, **FP8, **LIMITS)  # the next one starts
     again.engine.workers.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_a_rank_of_another_version_is_one_error(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **given: started.append(popen(*args, **given)) or started[0])
+    monkeypatch.setattr(agreement, "__version__", "9.9")
+    text = f"^tensor-parallel rank 1: .*octavo is 9.9 on rank 0 and {octavo.__version__} on rank 1; .*restart the"
+    with pytest.raises(BackendError, match=text):
+        LLM(checkpoint, tensor_parallel_size=2, **FP8, **LIMITS)
+    assert [process.poll() for process in started] == [1]
+    assert not local_job.dist.is_initialized() and "Traceback" not in capfd.readouterr().err
 
 
 def test_more_ranks_than_gpus_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,8 @@ from octavo.rl.engines.dealt import DealtEngine
 from octavo.rl.ranks import Ranks
 from octavo.serve import SamplingParams
 
-_LIMITS = {"max_num_seqs": 8, "max_model_len": 256, "num_kv_pages": 32}  # nothing is sampled that is timed
+# nothing is sampled that is timed; old weights wait in the cache, as in a job
+_LIMITS = {"max_num_seqs": 8, "max_model_len": 256, "num_kv_pages": 4096}
 
 
 def refit(session: Session) -> None:

@@ -16,13 +16,14 @@ from typing import Any
 from octavo.distributed.mesh import Mesh
 from octavo.distributed.outcome import together
 from octavo.distributed.tensor_group import TensorGroup
-from octavo.errors import DataError
+from octavo.errors import CheckpointError, DataError, OctavoError
 from octavo.models import Decoder
 from octavo.models.tokenizer import Tokenizer
 from octavo.nn.finite_weights import check_finite_weights
 from octavo.nn.live_weights import renew_codes
 from octavo.parallel import gathered, give_memory, lent, parallelize, weight_copies
 from octavo.rl.engines.embedded import EmbeddedEngine
+from octavo.rl.engines.old_weights import OldWeights
 from octavo.rl.engines.protocol import Generation, Prompt, SamplingSpec
 from octavo.serve import LLM
 from octavo.weights.errors import EngineError
@@ -77,8 +78,8 @@ class DealtEngine(EmbeddedEngine):
             if tensor_group is not None:
                 parallelize(sampler, tensor_group)  # a shell: no rank has memory for the whole of it
             give_memory(sampler, mesh.device)
-            self._copy_weights = weight_copies(policy, sampler)
-            self._copy_weights()
+            self._copies = weight_copies(policy, sampler)
+            self._copy_weights(sampler)
         elif sampler is policy:
             self._weights = functools.partial(gathered, policy)
         elif sampler.tensor_group is None:
@@ -141,20 +142,51 @@ class DealtEngine(EmbeddedEngine):
     def publish(
         self, trainer: Decoder, sampler: Decoder, hand_over_scales: Callable[[], None] = lambda: None
     ) -> RefitReport:
-        """See RolloutEngine."""
+        """See RolloutEngine; where the sampler keeps its weights, they come to all ranks or to none.
+
+        Raises:
+            CheckpointError: on all ranks: weights were damaged on the way to one; all sample from the old ones.
+            NonFiniteError: the same, for weights that are inf or NaN.
+        """
         if not self._keeps_weights:
             with self._weights():
                 return super().publish(trainer, sampler, hand_over_scales)
         began = time.perf_counter()
         self.begin_update(sampler, trainer.weight_version)  # which refuses another sampler
-        self._copy_weights()
-        together(self._mesh.host_group, lambda: check_finite_weights(sampler))  # ranks may hold different slices
+        old = OldWeights(self.llm.engine)
+        try:
+            self._copy_weights(sampler)
+        except OctavoError:  # on all ranks
+            old.restore()
+            raise
+        finally:
+            old.release()
         sampler.mark_weights_updated()
         sampler.weight_version = trainer.weight_version
         hand_over_scales()
         codes = renew_codes(sampler)
         version = self.llm.refit(is_checked=True)
         return RefitReport(version, len(codes), sum(q.num_bytes for q in codes), time.perf_counter() - began)
+
+    def _copy_weights(self, sampler: Decoder) -> None:
+        """Write the policy's weights into the sampler's memory.
+
+        Raises:
+            CheckpointError: on all ranks, naming one that got other bits than were sent, and of what.
+            NonFiniteError: on all ranks, for a weight that is inf or NaN.
+        """
+        damaged = self._copies()
+
+        def check() -> None:
+            if damaged:
+                more = f", or of one of the {len(damaged) - 1} that came with it," if len(damaged) > 1 else ""
+                raise CheckpointError(
+                    f"bits of {damaged[0]}{more} were damaged on the way to the sampler; the old weights serve on; "
+                    "look for a defect of this rank's GPU or links"
+                )
+            check_finite_weights(sampler)  # ranks may hold different slices
+
+        together(self._mesh.host_group, check)
 
     def reallocate(self) -> None:
         """See RolloutEngine."""

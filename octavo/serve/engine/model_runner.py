@@ -17,7 +17,6 @@ from octavo.ops.sampling import sample
 from octavo.serve.engine.config import EngineConfig
 from octavo.serve.engine.decode_graphs import DecodeGraphs, StepGraph
 from octavo.serve.engine.expert_choices import RoutedExpertsRecorder
-from octavo.serve.engine.graph_capture import operand_addresses
 from octavo.serve.engine.logit_adjustment import LogitsProcessor, Plan
 from octavo.serve.engine.paged_context import PagedContext
 from octavo.serve.engine.prompt_graphs import PromptGraphs
@@ -164,11 +163,8 @@ class ModelRunner:
     @torch.no_grad()
     def note_new_weights(self) -> None:
         """Keep the graphs where the new weights and their codes are where the old ones were."""
-        captured = [graphs for graphs in self._all_graphs() if not graphs.is_empty]
-        addresses = operand_addresses(self.model) if captured else []
-        for graphs in captured:
-            if graphs.addresses != addresses:
-                graphs.clear()
+        for graphs in self._all_graphs():
+            graphs.drop_if_moved()
 
     def _all_graphs(self) -> list[DecodeGraphs | PromptGraphs]:
         return [graphs for graphs in (self.graphs, self.prompt_graphs) if graphs is not None]

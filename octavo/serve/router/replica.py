@@ -12,6 +12,7 @@ import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Iterator
 
+from octavo.distributed.agreement import versions
 from octavo.env import child_environment
 from octavo.errors import BackendError, ConfigError
 from octavo.serve.http.config import ServerConfig
@@ -167,7 +168,7 @@ class Replica:
                 start_new_session=True,  # Ctrl-C in a terminal is for the router, which lets its replicas finish
             )
         assert process.stdin is not None, "it is a pipe"
-        process.stdin.write(pickle.dumps(self._order))
+        process.stdin.write(pickle.dumps(versions()) + pickle.dumps(self._order))
         process.stdin.close()
         if self._stopping.is_set():
             process.kill()

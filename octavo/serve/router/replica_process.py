@@ -1,7 +1,7 @@
 """A replica's process: `python -m octavo.serve.router.replica_process INDEX FD PARENT`, which replica.py starts.
 
-It serves at the socket FD what standard input tells it, a pickled (build_engine, ServerConfig), and ends with the
-router.
+It serves at the socket FD what standard input tells it: the router's versions, then a pickled (build_engine,
+ServerConfig). It ends with the router.
 """
 
 import logging
@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 
+from octavo.distributed.agreement import check_versions
 from octavo.errors import BackendError, OctavoError
 from octavo.serve.http.server import serve_at
 from octavo.serve.router.replica import USAGE_ERROR
@@ -22,8 +23,9 @@ def main(arguments: list[str]) -> int:
     threading.Thread(target=follow, args=(parent,), daemon=True).start()
     form = f"%(asctime)s replica {index} %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO, format=form)
-    build_engine, config = pickle.load(sys.stdin.buffer)
     try:
+        check_versions("the router", pickle.load(sys.stdin.buffer), f"replica {index}")
+        build_engine, config = pickle.load(sys.stdin.buffer)
         return serve_at(socket.socket(fileno=fd), build_engine, config, ends_with_engine=True)
     except OctavoError as error:
         print(f"error: replica {index}: {error}", file=sys.stderr)

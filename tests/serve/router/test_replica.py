@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+import octavo
+from octavo.distributed import agreement
+from octavo.distributed.agreement import versions
 from octavo.errors import BackendError, ConfigError, OctavoError
 from octavo.models.device import check_device
 from octavo.serve.http.config import ServerConfig
@@ -134,6 +137,19 @@ def test_what_a_user_has_to_correct_ends_it_for_good(capfd: pytest.CaptureFixtur
     assert "error: replica 3: device must be 'cpu', 'cuda' or 'cuda:N', got 'tpu9'" in capfd.readouterr().err
 
 
+@pytest.mark.slow
+def test_one_of_another_version_ends_before_it_reads_its_order(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(agreement, "__version__", "9.9")
+    build = functools.partial(check_device, "tpu9")
+    with pytest.raises(BackendError, match="replica 1 could not start"):
+        asyncio.run(Replica(1, (build, ServerConfig(("m",)))).run())
+    err = capfd.readouterr().err
+    assert f"replica 1: all ranks must run the same; octavo is 9.9 on the router and {octavo.__version__} on" in err
+    assert "tpu9" not in err and "Traceback" not in err
+
+
 @pytest.mark.parametrize(("error", "code"), [(BackendError("no memory"), 1), (ConfigError("no such device"), 2)])
 def test_the_exit_code_says_whether_another_start_may_help(
     error: OctavoError, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -142,10 +158,10 @@ def test_the_exit_code_says_whether_another_start_may_help(
         listener.close()
         raise error
 
-    order = SimpleNamespace(buffer=io.BytesIO(pickle.dumps((build_nothing, ServerConfig(("m",))))))
+    order = pickle.dumps(versions()) + pickle.dumps((build_nothing, ServerConfig(("m",))))
     monkeypatch.setattr(replica_process, "follow", lambda _: None)
     monkeypatch.setattr(replica_process, "serve_at", fail)
-    monkeypatch.setattr(replica_process.sys, "stdin", order)
+    monkeypatch.setattr(replica_process.sys, "stdin", SimpleNamespace(buffer=io.BytesIO(order)))
     with bind("127.0.0.1", 0) as listener:
         assert replica_process.main(["3", str(os.dup(listener.fileno())), str(os.getppid())]) == code
     assert capsys.readouterr().err == f"error: replica 3: {error}\n"

@@ -55,6 +55,20 @@ def pieces(source: Held, owner: Held) -> Iterator[Piece]:
         in_slice += rows.stop - rows.start
 
 
+class Bucket(NamedTuple):
+    """Parameters whose slices travel together.
+
+    Attributes:
+        names: of parameters of one dtype in the view.
+        leaving: of each parameter the pieces of this rank's shard, by the rank to which they go.
+        places: where what comes is written, by the rank of which it comes.
+    """
+
+    names: list[str]
+    leaving: list[list[list[Piece]]]
+    places: list[list[torch.Tensor]]
+
+
 class SliceCopies:
     """Writes a sharded model's weights, rounded to the view's dtypes, into the view's slices, where they lie.
 
@@ -62,7 +76,7 @@ class SliceCopies:
 
     Args:
         model: its parameters are sharded along dim 0 over one group, or whole.
-        view: with memory of its own, for the same parameters by name.
+        view: with memory of its own, which stays, for the same parameters by name.
         group: torch's process group.
     """
 
@@ -70,7 +84,8 @@ class SliceCopies:
         self._model, self._view, self._group = model, view, group
         self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
         by_rank = together(group, self._held)
-        self._held_of = {name: [held[name] for held in by_rank] for name in by_rank[0]}
+        held = {name: [of_rank[name] for of_rank in by_rank] for name in by_rank[0]}
+        self._buckets = [self._plan(names, held) for names in self._names()]
 
     def _held(self) -> dict[str, Held]:
         theirs, found = dict(self._model.named_parameters()), {}
@@ -83,19 +98,9 @@ class SliceCopies:
             found[name] = Held(shard.first, shard.num, rows, columns, bool(shard.groups))
         return found
 
-    @torch.no_grad()
-    def __call__(self) -> list[str]:
-        """Copy the weights as they are now; see weight_copies for what is returned."""
-        reshard(self._model)  # what is gathered already may be codes
+    def _names(self) -> Iterator[list[str]]:
+        """Of parameters of one dtype in the view, a bucket at a time: the same on all ranks."""
         theirs, own = dict(self._model.named_parameters()), dict(self._view.named_parameters())
-        buckets = list(self._buckets(theirs, own))
-        sums = [self._copy({name: (_matrix(local(theirs[name])), _matrix(own[name])) for name in b}) for b in buckets]
-        came, sent = (torch.stack(each, 1) for each in zip(*sums, strict=True))  # [ranks, buckets]
-        is_whole = (came == exchange(sent, self._group)).all(0).tolist()
-        return [name for names, is_well in zip(buckets, is_whole, strict=True) if not is_well for name in names]
-
-    def _buckets(self, theirs: dict[str, nn.Parameter], own: dict[str, nn.Parameter]) -> Iterator[list[str]]:
-        """Names of parameters of one dtype in the view, a bucket at a time: the same on all ranks."""
         for dtype in dict.fromkeys(param.dtype for param in own.values()):
             names, numel = list[str](), 0
             for name in (name for name, param in own.items() if param.dtype == dtype):
@@ -106,29 +111,51 @@ class SliceCopies:
                 numel += theirs[name].numel()
             yield names
 
-    def _copy(self, params: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _plan(self, names: list[str], held: dict[str, list[Held]]) -> Bucket:
+        me, bucket = self._rank, Bucket(names, [], [[] for _ in range(self._world)])
+        for name in names:
+            own, ranks = _matrix(self._view.get_parameter(name)), held[name]
+            peers = range(self._world) if ranks[me].is_cut else (me,)
+            bucket.leaving.append(
+                [list(pieces(ranks[me], ranks[peer])) if peer in peers else [] for peer in range(self._world)]
+            )
+            for peer in peers:
+                coming = pieces(ranks[peer], ranks[me])
+                bucket.places[peer].extend(own[p.in_slice : p.in_slice + p.num] for p in coming)
+        return bucket
+
+    @torch.no_grad()
+    def __call__(self) -> list[str]:
+        """Copy the weights as they are now; see weight_copies for what is returned."""
+        reshard(self._model)  # what is gathered already may be codes
+        theirs = dict(self._model.named_parameters())
+        sums = [self._copy(bucket, [_matrix(local(theirs[name])) for name in bucket.names]) for bucket in self._buckets]
+        came, sent = (torch.stack(each, 1) for each in zip(*sums, strict=True))  # [ranks, buckets]
+        is_whole = (came == exchange(sent, self._group)).all(0).tolist()
+        return [
+            name for each, is_well in zip(self._buckets, is_whole, strict=True) if not is_well for name in each.names
+        ]
+
+    def _copy(self, bucket: Bucket, shards: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each parameter this rank's shard into the slices of all, and those of all into this rank's slice.
 
         Returns:
             The sums of the bits that came of each rank and that went to it: two of [ranks] int64.
         """
         sent: list[list[torch.Tensor]] = [[] for _ in range(self._world)]
-        read: list[list[torch.Tensor]] = [[] for _ in range(self._world)]
-        for name, (shard, own) in params.items():
-            held = self._held_of[name]
-            for peer in range(self._world) if held[self._rank].is_cut else (self._rank,):
-                leaving, coming = pieces(held[self._rank], held[peer]), pieces(held[peer], held[self._rank])
-                sent[peer] += [shard[p.in_shard : p.in_shard + p.num, p.columns] for p in leaving]
-                read[peer] += [own[p.in_slice : p.in_slice + p.num] for p in coming]
-        _copy_all(read[self._rank], sent[self._rank])
-        sent[self._rank], read[self._rank] = [], []
-        like = next(iter(params.values()))[1]
-        message, places = _laid_out(sent, like)
-        _copy_all(places, list(itertools.chain(*sent)))
-        answer, places = _laid_out(read, like)
-        exchange_parts(answer, message, _sizes(read), _sizes(sent), self._group)
-        _copy_all(list(itertools.chain(*read)), places)
-        return _sums(answer, read), _sums(message, sent)
+        for shard, leaving in zip(shards, bucket.leaving, strict=True):
+            for to_peer, of_peer in zip(sent, leaving, strict=True):
+                to_peer += [shard[p.in_shard : p.in_shard + p.num, p.columns] for p in of_peer]
+        places = list(bucket.places)
+        like = next(place for each in places for place in each)
+        _copy_all(places[self._rank], sent[self._rank])
+        sent[self._rank] = places[self._rank] = []
+        message, parts = _laid_out(sent, like)
+        _copy_all(parts, list(itertools.chain(*sent)))
+        answer, parts = _laid_out(places, like)
+        exchange_parts(answer, message, _sizes(places), _sizes(sent), self._group)
+        _copy_all(list(itertools.chain(*places)), parts)
+        return _sums(answer, places), _sums(message, sent)
 
 
 def _copy_all(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:

@@ -133,22 +133,6 @@ class CapturedSteps(ABC, Generic[K, S]):
         self._captured.clear()
         self._recorder.clear()
 
-    def drop_if_moved(self) -> None:
-        """Drop all graphs where new weights or their codes are not where the old ones were, on any rank of a cut model.
-
-        Its ranks hold the same graphs, so that all of them come here, or none. A graph may send other messages than a
-        step without.
-        """
-        if self.is_empty:
-            return
-        group = self.model.tensor_group
-        found = [self._is_in_place()] if group is None else group.together(self._is_in_place)
-        if not all(found):
-            self.clear()
-
-    def _is_in_place(self) -> bool:
-        return self.addresses == operand_addresses(self.model)
-
     def _get(self, key: K) -> S | None:
         """The step, captured if need be; None where none can be, on no rank of a model that is cut."""
         if key not in self._captured and self.obstacle is None:

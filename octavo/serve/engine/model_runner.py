@@ -17,6 +17,7 @@ from octavo.ops.sampling import sample
 from octavo.serve.engine.config import EngineConfig
 from octavo.serve.engine.decode_graphs import DecodeGraphs, StepGraph
 from octavo.serve.engine.expert_choices import RoutedExpertsRecorder
+from octavo.serve.engine.graph_capture import operand_addresses
 from octavo.serve.engine.logit_adjustment import LogitsProcessor, Plan
 from octavo.serve.engine.paged_context import PagedContext
 from octavo.serve.engine.prompt_graphs import PromptGraphs
@@ -162,9 +163,24 @@ class ModelRunner:
 
     @torch.no_grad()
     def note_new_weights(self) -> None:
-        """Keep the graphs where the new weights and their codes are where the old ones were."""
-        for graphs in self._all_graphs():
-            graphs.drop_if_moved()
+        """Keep the graphs where new weights and their codes are where the old ones were, on all ranks of a cut model.
+
+        These hold the same graphs, so that all of them come here, or none. A graph may send other messages than a step
+        without.
+        """
+        captured = [graphs for graphs in self._all_graphs() if not graphs.is_empty]
+        if not captured:
+            return
+
+        def has_moved() -> list[bool]:
+            addresses = operand_addresses(self.model)
+            return [graphs.addresses != addresses for graphs in captured]
+
+        group = self.model.tensor_group
+        by_rank = [has_moved()] if group is None else group.together(has_moved)
+        for graphs, moved in zip(captured, zip(*by_rank, strict=True), strict=True):
+            if any(moved):
+                graphs.clear()
 
     def _all_graphs(self) -> list[DecodeGraphs | PromptGraphs]:
         return [graphs for graphs in (self.graphs, self.prompt_graphs) if graphs is not None]

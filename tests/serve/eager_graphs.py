@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from octavo.serve.engine.decode_graphs import DecodeGraphs, StepGraph
+from octavo.serve.engine.decode_graphs import DecodeGraphs, StepGraph, drawing_group
 from octavo.serve.engine.model_runner import ModelRunner
 
 
@@ -55,4 +55,4 @@ class EagerGraphs(DecodeGraphs):
         tokens = self._draw(inputs, logits).clone()
         forward: Any = Now(lambda: logits.copy_(self._logits(inputs, bound)))
         draw: Any = Now(lambda: tokens.copy_(self._draw(inputs, logits)))
-        return StepGraph(inputs, forward, draw, logits, tokens, self._group(size))
+        return StepGraph(inputs, forward, draw, logits, tokens, drawing_group(self.model, size))

@@ -121,7 +121,7 @@ TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
         "temperature-1-in-reference": ("self.reference, rollouts, temperature", "self.reference, rollouts, 1.0")}),
     ("octavo/rl/learner.py", "tests/rl/test_learner.py::test_the_loss_is_the_mean_that_the_config_names", {
         "rl-mean-of-means": ("= self.config.algorithm.loss_aggregation,", '= "seq-mean-token-mean",'),
-        "rl-mean-over-rejected": ("is_kept=kept, max_tokens=limit", "max_tokens=limit")}),
+        "rl-mean-over-rejected": ("is_kept=own, max_tokens=limit", "max_tokens=limit")}),
     ("octavo/rl/losses.py", "tests/rl/test_correction.py::test_rejected_tokens_count_nowhere", {
         "rl-mean-counts-rejected": ("kept / kept.sum().clamp_min(1)", "kept / kept.numel()")}),
     ("octavo/rl/warmup.py", "tests/rl/test_warmup.py::test_its_token_mean_and_the_learning_rate_of_each_step", {
@@ -266,7 +266,16 @@ TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
         "a-weight-made-again-for-its-bias": ('linear in coded and name == "weight"', "linear in coded")}),
     ("octavo/parallel/checkpoint.py",
      "tests/parallel/test_checkpoint.py::test_checkpoint_of_one_process_is_read_by_two", {
-        "first-rows-on-every-rank": ("load_flat(name, own.first * size,", "load_flat(name, 0,")}),
+        "first-rows-on-every-rank": ("load_flat(name, first_row * size,", "load_flat(name, 0,")}),
+    ("octavo/parallel/lend.py",
+     "tests/rl/test_dealt_publish.py::test_a_flipped_bit_is_caught_on_all_ranks_and_the_old_weights_serve", {
+        "bits-that-came-uncompared": ("is_whole, strict=True) if not is_well]", "is_whole, strict=True) if False]")}),
+    ("octavo/rl/engines/dealt.py",
+     "tests/rl/test_dealt_publish.py::test_a_flipped_bit_is_caught_on_all_ranks_and_the_old_weights_serve", {
+        "damaged-weights-stay": ("            old.restore()\n", "")}),
+    ("octavo/serve/engine/graph_capture.py",
+     "tests/serve/test_dealt_decoding.py::test_graphs_are_dropped_on_all_ranks_where_weights_moved_on_one", {
+        "graphs-valid-on-one-rank": ("else group.together(self._is_in_place)", "else [self._is_in_place()]")}),
     ("octavo/train/rank_memory.py",
      "tests/train/test_rank_memory.py::test_gathered_units_and_reductions_are_predicted", {
         "next-layer-not-gathered": ("3 * layer * size + num_code", "2 * layer * size + num_code"),

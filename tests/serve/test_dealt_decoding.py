@@ -5,19 +5,18 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from octavo import LLM, SamplingParams
 from octavo.distributed import tensor_group
 from octavo.distributed.tensor_group import TensorGroup
 from octavo.models import Decoder
 from octavo.parallel import parallelize
-from octavo.serve.engine.decode_graphs import DecodeGraphs, StepGraph
 from octavo.serve.engine.graph_capture import CapturedSteps, operand_addresses
 from tests.parallel.test_tensor_parallel import ids, make
 from tests.ranks import run_group
+from tests.serve.eager_graphs import EagerGraphs
 
-NUM_SEQS, MAX_LEN = 6, 128  # a batch of 8 rows has two for padding
+NUM_SEQS, MAX_LEN = 6, 128
 CASES: dict[str, dict[str, Any]] = {
     "tokens": {},
     "logprobs": {"logprobs": 0},
@@ -27,46 +26,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-class Now:
-    """Stands for a CUDA graph on a CPU: its replay computes."""
-
-    def __init__(self, run: Any) -> None:
-        self.replay = run
-
-
-class EagerGraphs(DecodeGraphs):
-    """DecodeGraphs on a CPU: the same steps, computed at each replay."""
-
-    is_empty = True
-
-    def __init__(self, llm: LLM) -> None:
-        runner = llm.engine.model_runner
-        self.model, self.slots, self.layers, self.choices = runner.model, runner.slots, runner.layers, None
-        self.num_dealt = 0
-
-    def find(self, num_rows: int, longest: int) -> StepGraph:
-        inputs = torch.zeros(2, 8, dtype=torch.int32)
-        group, vocab = self._group(8), self.model.config.vocab_size
-        logits = torch.zeros(8 if group is None else 8 // group.size, vocab)
-        tokens = torch.zeros(8, dtype=torch.int64)
-        self.num_dealt += group is not None
-        forward: Any = Now(lambda: logits.copy_(self._logits(inputs, MAX_LEN)))
-        draw: Any = Now(lambda: tokens.copy_(self._draw(inputs, logits)))
-        return StepGraph(inputs, forward, draw, logits, tokens, group)
-
-    def forward(self, graph: StepGraph, seq_lens: Any, slots: Any) -> None:
-        missing = graph.inputs.shape[1] - len(slots)
-        rows = [[*seq_lens, *[0] * missing], [*slots, *[self.slots.num_slots] * missing]]
-        graph.inputs.copy_(torch.tensor(rows, dtype=torch.int32))
-        graph.forward.replay()
-
-    def clear(self) -> None: ...
-
-
 def sampled(model: Decoder, case: dict[str, Any]) -> tuple[list[Any], int]:
     """Every request's tokens and logprobs, and how many steps were dealt; lengths differ, so that rows become free."""
     llm = LLM(model, max_num_seqs=NUM_SEQS, max_model_len=MAX_LEN)
-    graphs = llm.engine.model_runner.graphs = EagerGraphs(llm)
+    runner = llm.engine.model_runner
+    graphs = runner.graphs = EagerGraphs(runner, [8], MAX_LEN)  # NUM_SEQS rows and two for padding
     params = [
         SamplingParams(**{"temperature": 0.7 + 0.2 * i, "seed": i, "ignore_eos": True, "max_tokens": 4 + 3 * i, **case})
         for i in range(NUM_SEQS)

@@ -1,6 +1,8 @@
 """LLM and `octavo serve` over two ranks that they start: one process's bits, and what becomes of ranks that die."""
 
+import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,17 +15,23 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import octavo
 from octavo import LLM, SamplingParams, save_model
 from octavo.cli.ranks import torchrun
 from octavo.distributed import agreement, local_job
+from octavo.distributed.tensor_group import TensorGroup
 from octavo.errors import BackendError, ConfigError, RecipeError, ShapeError
-from octavo.models import Decoder, ModelConfig
+from octavo.models import Decoder, ModelConfig, load_model
+from octavo.parallel import parallelize
 from octavo.serve.engine.request import LostRankError
 from octavo.serve.tensor_workers import TensorParallel, TensorWorkers
 from tests.conftest import RunOctavo
 from tests.parallel.test_tensor_parallel import ids, make
+from tests.ranks import run_group
+from tests.serve.dying_worker import capture_with
+from tests.serve.eager_graphs import EagerGraphs
 from tests.serve.http.running import VOCAB, byte_tokenizer
 from tests.serve.http.test_chaos import served
 
@@ -107,6 +115,29 @@ def test_a_rank_that_is_killed_ends_all_requests(llm: LLM, when: str) -> None:
     assert not llm.engine.has_unfinished
     with pytest.raises(LostRankError, match="was killed by signal 9"):
         llm.generate([[1, 2]])
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_as_it_captures_a_graph_ends_all_requests(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    popen = subprocess.Popen
+
+    def start_dying(command: list[str], **given: Any) -> "subprocess.Popen[bytes]":
+        module = command.index("octavo.serve.tensor_worker")
+        return popen([*command[:module], "tests.serve.dying_worker", *command[module + 1 :]], **given)
+
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setattr(subprocess, "Popen", start_dying)
+    capture_with(EagerGraphs, monkeypatch)
+    llm = LLM(checkpoint, tensor_parallel_size=2, **FP8, **LIMITS)
+    began = time.monotonic()
+    for _ in range(2):  # the second one is not captured either
+        with pytest.raises(LostRankError, match="rank 1 was killed by signal 9"):
+            llm.generate([[1, 2]], SamplingParams(max_tokens=4))
+    assert time.monotonic() - began < 10
+    assert not llm.engine.has_unfinished and [each.poll() for each in processes(llm)] == [-signal.SIGKILL]
+    llm.engine.workers.close()  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
@@ -199,6 +230,33 @@ def test_what_cannot_be_cut_is_one_error(checkpoint: Path, tmp_path: Path) -> No
         with pytest.raises(kind, match=text):
             LLM(**fields)
     assert not local_job.dist.is_initialized()
+
+
+def save_cut(rank: int, world: int, checkpoint: Path, folder: Path) -> None:
+    """octavo's checkpoint of a model that is cut among the ranks, and a file of each rank, as other engines write."""
+    model = load_model(checkpoint, device="cpu")
+    parallelize(model, TensorGroup.of())
+    save_model(model, folder / "whole")
+    parts = {name: param.detach().contiguous() for name, param in model.named_parameters()}
+    (folder / "parts").mkdir(exist_ok=True)
+    save_file(parts, folder / "parts" / f"model-rank-{rank}-part-0.safetensors")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_another_degree(checkpoint: Path, tmp_path: Path, run_octavo: RunOctavo) -> None:
+    """octavo's are whole whatever the degree; a folder of ranks' parts is one line."""
+    run_group(functools.partial(save_cut, checkpoint=checkpoint, folder=tmp_path), 4)
+    prompts = [ids(1, 5).tolist(), ids(2, 40).tolist()]
+    two = LLM(tmp_path / "whole", checkpoint, tensor_parallel_size=2, **FP8, **LIMITS)
+    found = seeded(two, prompts)
+    two.engine.workers.close()  # type: ignore[attr-defined]
+    assert found == seeded(LLM(checkpoint, **FP8, **LIMITS), prompts)
+    shutil.copy(checkpoint / "config.json", tmp_path / "parts")
+    options = ("--port", "0", "--device", "cpu", "--tensor-parallel-size", "2")
+    ended = run_octavo("serve", tmp_path / "parts", "--tokenizer", checkpoint, *options)
+    errors = [line for line in ended.err.splitlines() if "rror" in line]
+    assert ended.code == 2 and len(errors) == 1, ended.err
+    assert "model-rank-0-part-0.safetensors alone is a part without an index: write the whole model" in errors[0]
 
 
 @pytest.mark.slow

@@ -205,7 +205,9 @@ def _files(path: Path, weight_map: Mapping[str, str]) -> list[Path]:
         )
     if not weight_map:
         if not (path / SINGLE_FILE).is_file():
-            raise CheckpointError(f"{path}: no {SINGLE_FILE} and no {INDEX_FILE} there")
+            part = min((file.name for file in path.glob("*.safetensors")), default="")
+            advice = f"; {part} alone is a part without an index: write the whole model, or its index" if part else ""
+            raise CheckpointError(f"{path}: no {SINGLE_FILE} and no {INDEX_FILE} there{advice}")
         return [path / SINGLE_FILE]
     files = [path / name for name in sorted(set(weight_map.values()))]
     for file in files:

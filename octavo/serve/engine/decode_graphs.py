@@ -17,6 +17,7 @@ from octavo.ops.attention import PAGE_SIZE, PagedKVLayer
 from octavo.ops.gemm.scaled_mm import unpadded_rows
 from octavo.ops.gemm.skinny_mm import FEW_TOKENS
 from octavo.ops.sampling import sample
+from octavo.serve.engine.config import EngineConfig
 from octavo.serve.engine.expert_choices import RoutedExpertsRecorder
 from octavo.serve.engine.graph_capture import CapturedSteps, borrow
 from octavo.serve.engine.paged_context import PagedContext
@@ -121,14 +122,7 @@ class DecodeGraphs(CapturedSteps[tuple[int, int], StepGraph]):
             try_out(lambda: self._draw(inputs, self._logits(inputs, bound)))
             forward, logits = self._recorder.record(lambda: self._logits(inputs, bound))
             draw, tokens = self._recorder.record(lambda: self._draw(inputs, logits))
-        return StepGraph(inputs, forward, draw, borrow(logits), borrow(tokens), self._group(size))
-
-    def _group(self, num_rows: int) -> TensorGroup | None:
-        """The ranks of a head that is cut, where its logits are a long message and the ranks divide the rows."""
-        group = self.model.head_group
-        if group is None or num_rows % group.size:
-            return None
-        return group if group.is_long(4 * num_rows * self.model.config.vocab_size // group.size) else None
+        return StepGraph(inputs, forward, draw, borrow(logits), borrow(tokens), drawing_group(self.model, size))
 
     def _logits(self, inputs: torch.Tensor, bound: int) -> torch.Tensor:
         seq_lens, slots = inputs[0], inputs[1].long()
@@ -149,16 +143,48 @@ class DecodeGraphs(CapturedSteps[tuple[int, int], StepGraph]):
         )
         with contextlib.nullcontext() if self.choices is None else self.choices.recording(slot_mapping):
             hidden = self.model(self.slots.last_token[slots], context)
-        return self.model.logits(hidden, deals_rows=self._group(len(slots)) is not None)
+        return decode_logits(self.model, hidden)
 
     def _draw(self, inputs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        slots, group = inputs[1].long(), self._group(inputs.shape[1])
+        slots, group = inputs[1].long(), drawing_group(self.model, inputs.shape[1])
         own = slice(None) if group is None else group.share_of(len(slots))
         tokens = sample(logits, *self.slots.controls(slots[own]), inputs[0, own].long())
         if group is not None:
             tokens = group.gather(tokens[None])[0]
         self.slots.last_token[slots] = tokens
         return tokens
+
+
+def captures_steps(model: Decoder, config: EngineConfig) -> bool:
+    """Whether an engine captures its steps: on a GPU, where rows that fill up a batch leave others' scales alone."""
+    recipe = model.numerics.recipe
+    is_shared = recipe.input is not None and recipe.input.is_per_tensor
+    are_independent = not is_shared or recipe.has_state or recipe.static_input
+    return model.device.type == "cuda" and not config.enforce_eager and are_independent
+
+
+def drawing_group(model: Decoder, num_rows: int) -> TensorGroup | None:
+    """The ranks of a head that is cut which draw for a share of a captured step's rows each; None where each does for
+    all: the logits are no long message, or the ranks do not divide the rows."""
+    group = model.head_group
+    if group is None or num_rows % group.size:
+        return None
+    return group if group.is_long(4 * num_rows * model.config.vocab_size // group.size) else None
+
+
+def decode_logits(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits of a captured step's rows [B, hidden_size]: [B, V] fp32, or this rank's share of the rows."""
+    return model.logits(hidden, deals_rows=drawing_group(model, len(hidden)) is not None)
+
+
+def reserve_logits(model: Decoder, config: EngineConfig) -> None:
+    """Let ranks that deal logits out take the shared memory for it: that of the largest captured step."""
+    sizes = batch_sizes(config.max_num_seqs, model.numerics) if captures_steps(model, config) else []
+    for size in reversed(sizes):
+        if (group := drawing_group(model, size)) is not None:
+            hidden = torch.zeros(size, model.config.hidden_size, dtype=model.dtype, device=model.device)
+            group.gather_rows(decode_logits(model, hidden), size)  # as for requests that change their logits
+            return
 
 
 def batch_sizes(most: int, numerics: Numerics) -> list[int]:

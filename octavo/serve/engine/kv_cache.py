@@ -9,6 +9,7 @@ from octavo.models import Decoder, ModelConfig
 from octavo.nn import PackedContext
 from octavo.ops.attention import PAGE_SIZE, PagedKVLayer, allocate_kv_layer
 from octavo.serve.engine.config import EngineConfig
+from octavo.serve.engine.decode_graphs import reserve_logits
 from octavo.serve.engine.expert_choices import choice_page_bytes
 from octavo.serve.engine.prompt_graphs import sizes_for
 from octavo.serve.engine.varlen_prefill import READ_BYTES
@@ -118,7 +119,8 @@ def release_memory(model: Decoder) -> None:
 def _cuda_bytes(model: Decoder, config: EngineConfig) -> int:
     """The share of the GPU's memory asked for, less what is taken and what steps need on top.
 
-    That is what a full step takes, and beside it a step by pieces, which keep their memory.
+    That is what a full step takes, and beside it a step by pieces, which keep their memory. What ranks share to deal
+    logits out, which torch's allocator does not count, is taken already.
     """
     device = model.device
     num_tokens = config.max_num_batched_tokens
@@ -130,6 +132,7 @@ def _cuda_bytes(model: Decoder, config: EngineConfig) -> int:
     token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     hidden = model(token_ids, PackedContext.from_lengths(lengths, model.numerics, device, model.kv_table))
     model.logits(hidden[: config.max_num_seqs]).softmax(dim=-1)
+    reserve_logits(model, config)
     step_bytes = torch.cuda.max_memory_allocated(device) - before
     del hidden, token_ids
     torch.cuda.empty_cache()

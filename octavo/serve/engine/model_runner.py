@@ -15,7 +15,7 @@ from octavo.ops._runtime.to_device import send
 from octavo.ops.attention import PAGE_SIZE, PagedKVLayer
 from octavo.ops.sampling import sample
 from octavo.serve.engine.config import EngineConfig
-from octavo.serve.engine.decode_graphs import DecodeGraphs, StepGraph
+from octavo.serve.engine.decode_graphs import DecodeGraphs, StepGraph, captures_steps
 from octavo.serve.engine.expert_choices import RoutedExpertsRecorder
 from octavo.serve.engine.graph_capture import operand_addresses
 from octavo.serve.engine.logit_adjustment import LogitsProcessor, Plan
@@ -67,7 +67,7 @@ class ModelRunner:
         self._prepared: set[tuple[int, int]] = set()
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
-        if model.device.type == "cuda" and not config.enforce_eager and _rows_are_independent(model):
+        if captures_steps(model, config):
             self.graphs = DecodeGraphs(model, self.slots, layers, config.max_num_seqs, max_model_len, self.choices)
             self.prompt_graphs = PromptGraphs(model, layers, most_tokens, self.choices)
 
@@ -257,13 +257,6 @@ class ModelRunner:
 
     def _tensor(self, values: list[int] | list[tuple[int, int]]) -> torch.Tensor:
         return send(values, torch.int64, self.model.device)
-
-
-def _rows_are_independent(model: Decoder) -> bool:
-    """Whether rows that fill up a batch leave the others' scales alone."""
-    scaling = model.numerics.recipe.input
-    is_shared = scaling is not None and scaling.is_per_tensor
-    return not is_shared or model.numerics.recipe.has_state or model.numerics.recipe.static_input
 
 
 def _to_host(rows: torch.Tensor | None) -> "tuple[torch.Tensor | None, torch.cuda.Event | None]":

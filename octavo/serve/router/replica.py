@@ -17,7 +17,7 @@ from octavo.env import child_environment
 from octavo.errors import BackendError, ConfigError
 from octavo.serve.http.config import ServerConfig
 from octavo.serve.http.server import bind
-from octavo.serve.router.upstream import LostReplicaError, Request, UnreachableError, fetch
+from octavo.serve.router.upstream import LostReplicaError, Request, UnreachableError, ask, fetch
 from octavo.serve.tensor_workers import LOAD_S
 
 # wait before the first restart and before the last of many; seconds of readiness after which it is the first again
@@ -60,7 +60,8 @@ class Replica:
 
     Attributes:
         port: where it listens.
-        state: in a word; "serving" if it takes requests.
+        state: in a word, as it says of itself; "serving" if it would take requests.
+        should_sleep: all replicas sleep; it is put to sleep again where its process is a new one.
         load: see Balance.
         num_in_flight: requests that it works on.
         num_routed: requests that were sent to it.
@@ -80,6 +81,7 @@ class Replica:
         self.index, self.port, self.state = index, 0, "starting"
         self.load, self.num_in_flight = 0.0, 0
         self.num_routed = self.num_failures = self.num_restarts = 0
+        self.should_sleep = False
         self.exit_code: int | None = None
         self._order, self._devices, self._on_start, self._start_timeout_s = order, devices, on_start, start_timeout_s
         self._process: Process | None = None
@@ -90,7 +92,7 @@ class Replica:
     @property
     def is_ready(self) -> bool:
         """It takes requests."""
-        return self.state == "serving"
+        return self.state == "serving" and not self.should_sleep
 
     @contextlib.contextmanager
     def working(self, weight: float) -> Iterator[None]:
@@ -132,6 +134,11 @@ class Replica:
     def kill(self) -> None:
         """End it at once."""
         self._end_by(signal.SIGKILL)
+
+    def restart(self) -> None:
+        """End its process at once; another one is started."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
 
     def _end_by(self, number: signal.Signals) -> None:
         self._stopping.set()
@@ -180,9 +187,11 @@ class Replica:
         while True:
             self.state = await self._look()
             now = time.monotonic()
-            if self.is_ready:
+            if self.state == "serving":
                 self._was_ever_ready = True
                 self._ready_since = now if self._ready_since is None else self._ready_since
+            if self.state == "serving" and self.should_sleep:
+                await self._sleep_again()
             if self._ready_since is not None and self.state not in _AMISS:
                 deadline = now + LOST_S
             if now > deadline:
@@ -190,6 +199,14 @@ class Replica:
                 process.kill()
                 return
             await asyncio.sleep(STARTING_POLL_S if self._ready_since is None else POLL_S)
+
+    async def _sleep_again(self) -> None:
+        """Put a process to sleep that began while all slept; where it does not, it is asked again."""
+        answer = await ask(self.port, self._order[1].admin_key, Request(b"POST", b"/admin/sleep"), LOST_S)
+        if answer.status == 200:
+            self.state = "asleep"
+        else:
+            logger.warning("replica %d should sleep as the others do, and %s", self.index, answer.what)
 
     async def _look(self) -> str:
         """What it says of itself; "silent" if it says nothing that can be understood."""

@@ -34,6 +34,19 @@ class Request(NamedTuple):
     body: bytes = b""
 
 
+class Answer(NamedTuple):
+    """A whole answer. status: 0 where none came. body: its text, or why none came."""
+
+    status: int
+    body: bytes
+
+    @property
+    def what(self) -> str:
+        """In words, behind who answered."""
+        text = self.body.decode(errors="replace")
+        return f"answered {self.status}: {text:.200}" if self.status else f"gave no answer: {text}"
+
+
 class Exchange:
     """A request that was sent, and its answer as it comes.
 
@@ -116,3 +129,12 @@ async def fetch(port: int, request: Request, timeout_s: float) -> tuple[int, byt
             return sent.status, b"".join([part async for part in sent.parts()])
     except TimeoutError as error:
         raise LostReplicaError(f"it did not answer within {timeout_s:g} s") from error
+
+
+async def ask(port: int, admin_key: str | None, request: Request, timeout_s: float) -> Answer:
+    """Ask a replica for something under /admin; what goes wrong is an Answer too."""
+    key = (b"authorization", f"Bearer {admin_key}".encode())
+    try:
+        return Answer(*await fetch(port, request._replace(headers=[*request.headers, key]), timeout_s))
+    except (UnreachableError, LostReplicaError, OSError) as error:
+        return Answer(0, (str(error) or type(error).__name__).encode())

@@ -77,6 +77,27 @@ def is_rank(pid: int) -> bool:
     return b"octavo.serve.tensor_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
+def is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"  # whoever adopted it has yet to look
+
+
+async def drain(router: Process) -> None:
+    """SIGTERM while requests are under way: these have their end, and new ones are refused."""
+    long = {"prompt": "sea", "max_tokens": 200, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as client:
+        posts = [client.post("/v1/completions", json=long | {"stream": stream}) for stream in (True, False) * 2]
+        asking = [asyncio.create_task(post) for post in posts]
+        while (await client.get("/health")).json()["requests_in_flight"] < len(asking):
+            await asyncio.sleep(0.005)
+        router.popen.send_signal(signal.SIGTERM)
+        while (await client.get("/health")).json()["status"] != "draining":
+            await asyncio.sleep(0.005)
+        assert (await client.post("/v1/completions", json=long)).status_code == 503
+        for answer in await asyncio.gather(*asking):
+            assert answer.status_code == 200 and '"finish_reason":"length"' in answer.text
+
+
 @pytest.mark.slow
 def test_two_replicas_answer_as_one_server_and_drain(checkpoint: Path, router: Process) -> None:
     with running(lambda: LLM(checkpoint, num_kv_pages=64, device="cpu").engine) as single:
@@ -101,21 +122,7 @@ def test_two_replicas_answer_as_one_server_and_drain(checkpoint: Path, router: P
         assert sum(routed.values()) == 2 * len(REQUESTS) + 2 and min(routed.values()) > 0
         assert client.get("/health").json() == {"status": "alive", "requests_in_flight": 0}
 
-    async def drain() -> None:
-        long = {"prompt": "sea", "max_tokens": 200, "ignore_eos": True}
-        async with httpx.AsyncClient(base_url=router.url, timeout=60) as client:
-            posts = [client.post("/v1/completions", json=long | {"stream": stream}) for stream in (True, False) * 2]
-            asking = [asyncio.create_task(post) for post in posts]
-            while (await client.get("/health")).json()["requests_in_flight"] < len(asking):
-                await asyncio.sleep(0.005)
-            router.popen.send_signal(signal.SIGTERM)
-            while (await client.get("/health")).json()["status"] != "draining":
-                await asyncio.sleep(0.005)
-            assert (await client.post("/v1/completions", json=long)).status_code == 503
-            for answer in await asyncio.gather(*asking):
-                assert answer.status_code == 200 and '"finish_reason":"length"' in answer.text
-
-    asyncio.run(drain())
+    asyncio.run(drain(router))
     code, log = router.end()
     assert code == 0 and "0 lost with their replica; 0 restarts" in log, log
     assert "Traceback" not in log, log
@@ -188,7 +195,7 @@ def outcome_of(answer: httpx.Response) -> str:
 
 
 @pytest.mark.nightly
-def test_a_replica_whose_tensor_parallel_rank_is_killed_is_started_again(checkpoint: Path) -> None:
+def test_a_replica_whose_tensor_parallel_rank_is_killed_is_started_again_and_all_drain(checkpoint: Path) -> None:
     with two_replicas(checkpoint, "--tensor-parallel-size", "2") as router:
         router.wait_until_ready()
         both_ready(router.url)
@@ -207,9 +214,13 @@ def test_a_replica_whose_tensor_parallel_rank_is_killed_is_started_again(checkpo
             return statuses
 
         assert asyncio.run(ask()).keys() <= {200, 500}
-        router.popen.send_signal(signal.SIGTERM)
+        replicas = children(router.popen.pid)
+        ranks = [pid for each in replicas for pid in children(each) if is_rank(pid)]
+        assert (len(replicas), len(ranks)) == (2, 2)
+        asyncio.run(drain(router))
         code, log = router.end()
-    assert code == 0 and re.search(r"replica \d ended with exit code 1; it starts again in 1 s", log), log
+        assert code == 0 and re.search(r"replica \d ended with exit code 1; it starts again in 1 s", log), log
+        assert "requests routed; 0 lost" in log and not any(map(is_running, (*replicas, *ranks)))
 
 
 @pytest.mark.nightly

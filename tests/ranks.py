@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from tests import forks
 from tests.quiet import cores_alone
 
 Job = Callable[..., Any]  # (rank, *arguments) -> what pickle takes; a function of a module's top level
-_PRELOADED = ["octavo.train", "octavo.rl.loop", "torch.distributed.fsdp", "torch.distributed.checkpoint", "pytest"]
 _TIMEOUT = timedelta(seconds=60)
 
 
@@ -28,8 +28,7 @@ def on_two_gpus(test: Callable[[], None]) -> Callable[[], None]:
 
 def run_ranks(job: Job, world_size: int, *arguments: Any) -> list[Any]:
     """What a job returns on each rank; it starts and ends its process group."""
-    # a server imports once and forks the ranks of all tests
-    torch.multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+    forks.context()  # the ranks of all tests come from the server that has the imports
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -47,8 +46,7 @@ def run_group(job: Job, world_size: int, backend: str = "gloo") -> list[Any]:
 
 
 def _run(rank: int, job: Job, folder: str, environment: dict[str, str], *arguments: Any) -> None:
-    os.environ.clear()  # the server's, of when it began
-    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    forks.take_environment(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
     os.fsync = os.fstat  # type: ignore[assignment]  # as in conftest
     torch.set_num_threads(1)
     torch.save(job(rank, *arguments), Path(folder, f"{rank}.pt"))

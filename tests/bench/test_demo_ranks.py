@@ -1,6 +1,5 @@
 """`octavo demo --ranks`: all equal to one process, and what is not equal is found."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -19,7 +18,6 @@ from octavo.cli import main
 from octavo.errors import ConfigError
 from octavo.run.metrics import METRICS_FILE, read_metrics
 from tests.forks import start_octavo
-from tests.quiet import cores_alone
 from tests.ranks import run_ranks
 
 Sampled = tuple[list[int], list[float]]
@@ -78,8 +76,7 @@ def test_two_ranks_are_equal_to_one_process_and_a_difference_is_seen(
     if are_forks:
         monkeypatch.setattr(ranks, "_octavo", run_in_forks)
         monkeypatch.setattr(ranks, "_train_and_kill", kill_in_forks)
-    with contextlib.nullcontext() if are_forks else cores_alone():
-        assert run_ranks_demo(2, tmp_path, 0, Display())
+    assert run_ranks_demo(2, tmp_path, 0, Display())
     compared = json.loads((tmp_path / "ranks.json").read_text())["compared"]
     assert len(compared) == 6 and all(row["is_equal"] for row in compared)
     metrics = tmp_path / "ranks" / "metrics.jsonl"

@@ -3,11 +3,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
+# Compiling every file of torch and the rest takes a minute; what is imported is compiled then.
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 # A path entry and no import hook: a folder named octavo beside a script must not hide the package.
 EDITABLE := --config-settings editable_mode=compat
-# Bytecode is kept whatever the caller's environment says: two workers and the processes that tests start read it.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+# Bytecode is kept whatever the caller's environment says: all later processes read it.
+export PYTHONDONTWRITEBYTECODE :=
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Each worker starts with half of the files, in order, and shares their fixtures; one that is done takes of the other.
 WORKERS := -n 2 --dist worksteal
 # What make coverage measures.
@@ -17,7 +19,7 @@ DEV := $(VENV)/.installed-dev
 DEMO := $(VENV)/.installed-demo
 DOCS := $(VENV)/.installed-docs
 
-.PHONY: help demo setup test test-slow test-nightly test-largest test-gpu coverage mutants lint format types layers docs bench size convergence rl-learning
+.PHONY: help demo setup test test-slow test-ci test-nightly test-largest test-gpu coverage mutants lint format types layers docs bench size convergence rl-learning
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,6 +46,9 @@ test: $(DEV)  ## the fast tests (ARGS="tests/ops -k quantize")
 
 test-slow: $(DEV)  ## the slow tests
 	$(PYTEST) $(WORKERS) -m 'slow and not gpu and not nightly and not largest' --timeout 1800 $(ARGS)
+
+test-ci: $(DEV)  ## the fast and the slow tests in one run, as CI has them
+	@$(MAKE) --no-print-directory test ARGS="-m 'not gpu and not nightly and not largest' --timeout 1800 $(ARGS)"
 
 test-nightly: $(DEV)  ## the long matrices of faults and attackers, recorded in bench/records/nightly.json
 	$(PYTEST) $(WORKERS) -p tests.nightly -m nightly --timeout 1800 $(ARGS)

@@ -15,7 +15,7 @@ from pathlib import Path
 from octavo.config import load_config, sections_of
 from octavo.distributed.mesh import Mesh, end_job
 from octavo.errors import OctavoError
-from tests.quiet import cores_alone
+from tests.quiet import cores_alone, cores_shared
 
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 _GATHER = "gather in "
@@ -28,7 +28,7 @@ def start(
     marker = config.with_suffix(f".{fault}")
     command = [*LAUNCHER, "--max-restarts", str(restarts), "-m", "tests.faulty_ranks", str(config)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    with cores_alone():
+    with cores_alone() if fault in ("stop", "slow") else cores_shared():
         ended = subprocess.run(
             [*command, fault, str(rank), place, str(marker)],
             capture_output=True,

@@ -8,9 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
+def cores_alone() -> contextlib.AbstractContextManager[None]:
+    """Wait until no other test of either kind runs, in whichever worker."""
+    return _locked(fcntl.LOCK_EX)
+
+
+def cores_shared() -> contextlib.AbstractContextManager[None]:
+    """For processes that are in no hurry: wait until no test has the cores alone."""
+    return _locked(fcntl.LOCK_SH)
+
+
 @contextlib.contextmanager
-def cores_alone() -> Iterator[None]:
-    """Wait until no other test of this kind runs, in whichever worker."""
+def _locked(kind: int) -> Iterator[None]:
     with (Path(tempfile.gettempdir()) / f"octavo-tests-{os.getuid()}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, kind)
         yield

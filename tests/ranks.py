@@ -1,6 +1,8 @@
 """Starts the ranks of a test: processes with torchrun's environment, whose results come back."""
 
+import contextlib
 import os
+import random
 import socket
 import tempfile
 from collections.abc import Callable
@@ -13,10 +15,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from tests.quiet import cores_alone
+from tests import forks
+from tests.quiet import cores_alone, cores_shared
 
 Job = Callable[..., Any]  # (rank, *arguments) -> what pickle takes; a function of a module's top level
-_PRELOADED = ["octavo.train", "octavo.rl.loop", "torch.distributed.fsdp", "torch.distributed.checkpoint", "pytest"]
 _TIMEOUT = timedelta(seconds=60)
 
 
@@ -26,19 +28,24 @@ def on_two_gpus(test: Callable[[], None]) -> Callable[[], None]:
     return pytest.mark.gpu(skipped(test))  # type: ignore[no-any-return]
 
 
-def run_ranks(job: Job, world_size: int, *arguments: Any) -> list[Any]:
-    """What a job returns on each rank; it starts and ends its process group."""
-    # a server imports once and forks the ranks of all tests
-    torch.multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with cores_alone(), tempfile.TemporaryDirectory() as folder:
+def run_ranks(job: Job, world_size: int, *arguments: Any, alone: bool = False) -> list[Any]:
+    """What a job returns on each rank; it starts and ends its process group. Alone where seconds matter."""
+    forks.context()  # the ranks of all tests come from the server that has the imports
+    place = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with cores_alone() if alone else cores_shared(), tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(
             _run, args=(job, folder, os.environ | place, *arguments), nprocs=world_size, start_method="forkserver"
         )
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world_size)]
+
+
+def free_port() -> int:
+    """At random, and below those that the system gives to the connections of a test beside this one."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 def run_group(job: Job, world_size: int, backend: str = "gloo") -> list[Any]:
@@ -47,8 +54,7 @@ def run_group(job: Job, world_size: int, backend: str = "gloo") -> list[Any]:
 
 
 def _run(rank: int, job: Job, folder: str, environment: dict[str, str], *arguments: Any) -> None:
-    os.environ.clear()  # the server's, of when it began
-    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    forks.take_environment(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
     os.fsync = os.fstat  # type: ignore[assignment]  # as in conftest
     torch.set_num_threads(1)
     torch.save(job(rank, *arguments), Path(folder, f"{rank}.pt"))

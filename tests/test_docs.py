@@ -1,7 +1,7 @@
 """The documents work: every python block of README.md and docs/ runs, links lead to files, every config parses.
 
-A block tagged `python no-run` is left alone. Blocks run one by one, each in a process of its own whose
-working directory is empty but for a link to configs/.
+A block tagged `python no-run` is left alone. Blocks run one by one, each in a process of its own, a fork of one that
+has imported torch. Its working directory is empty but for a link to configs/.
 """
 
 import ast
@@ -9,12 +9,14 @@ import functools
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -54,19 +56,41 @@ BLOCKS = [block for page in PAGES for block in blocks(page)]
 CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
 
 
+# Forks a process for each folder that it reads. octavo is not imported: a block has to import what it uses.
+SERVER = """
+import os, runpy, sys
+import pydantic, rich, safetensors.torch, tokenizers, torch._dynamo
+for folder in sys.stdin:
+    if not (child := os.fork()):
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+os.chdir(folder.rstrip() + "/empty")
+for stream in (1, 2):
+    os.dup2(os.open("../log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+runpy.run_path("../block.py", run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> "Iterator[subprocess.Popen[str]]":
+    command, environment = [sys.executable, "-c", SERVER], os.environ | {"PYTHONPATH": str(ROOT)}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+    with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
+        yield process
+        os.killpg(process.pid, signal.SIGKILL)  # with a block that has not ended in time
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [pytest.param(code, id=place) for place, code in BLOCKS])
-def test_block_runs(code: str, tmp_path: Path) -> None:
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+def test_block_runs(code: str, tmp_path: Path, server: "subprocess.Popen[str]") -> None:
+    assert server.stdin is not None and server.stdout is not None
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "block.py").write_text(code, encoding="utf-8")
+    print(tmp_path, file=server.stdin)
+    assert server.stdout.readline() == "0\n", (tmp_path / "log").read_text(encoding="utf-8")
 
 
 def test_links_lead_to_files_and_to_the_functions_that_they_name() -> None:

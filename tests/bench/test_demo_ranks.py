@@ -1,29 +1,82 @@
 """`octavo demo --ranks`: all equal to one process, and what is not equal is found."""
 
 import json
+import os
 import shutil
+import signal
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from bench.demo import ranks
 from bench.demo.ranks import _compare_rl, _compare_samples, _compare_training, run_ranks_demo
+from octavo.cli import main
 from octavo.errors import ConfigError
-from tests.quiet import cores_alone
+from octavo.run.metrics import METRICS_FILE, read_metrics
+from tests.forks import start_octavo
+from tests.ranks import run_ranks
 
 Sampled = tuple[list[int], list[float]]
 
 
-@pytest.mark.slow(first=True)
+def octavo(rank: int, *arguments: str) -> int:
+    sys.argv = ["octavo", *arguments]
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def octavo_until_killed(rank: int, metrics: str, num_steps: int, *arguments: str) -> int:
+    """The last rank dies once so many steps are written."""
+
+    def kill() -> None:
+        while len(read_metrics(Path(metrics))) < num_steps:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 1:
+        threading.Thread(target=kill, daemon=True).start()
+    return octavo(rank, *arguments)
+
+
+def run_in_forks(num_ranks: int, command: str, config: Path, folder: Path) -> None:
+    """Instead of the demo's processes, which spend seconds on imports."""
+    arguments = (command, str(config), "--set", f"run.dir={folder}", "--set", "run.device=cpu")
+    if num_ranks == 1:
+        process = start_octavo(folder.with_suffix(".log"), *arguments)
+        process.join()
+        assert process.exitcode == 0, folder.with_suffix(".log").read_text()
+    else:
+        assert run_ranks(octavo, num_ranks, *arguments) == [0] * num_ranks
+
+
+def kill_in_forks(num_ranks: int, out: Path) -> int:
+    arguments = ("train", str(out / "train.toml"), "--set", f"run.dir={out / 'ranks'}", "--set", "run.device=cpu")
+    metrics = out / "ranks" / METRICS_FILE
+    with pytest.raises(torch.multiprocessing.ProcessExitedException, match="SIGKILL"):
+        run_ranks(octavo_until_killed, num_ranks, str(metrics), ranks._KILL_AFTER, *arguments)
+    return len(read_metrics(metrics))
+
+
+@pytest.mark.parametrize(
+    "are_forks", [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.largest)]
+)
 def test_two_ranks_are_equal_to_one_process_and_a_difference_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    are_forks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a third of the demo's steps: a checkpoint, some steps, the kill, and some more."""
     from bench.demo.display import Display
 
-    monkeypatch.setattr("bench.demo.ranks._STEPS", 8)
-    monkeypatch.setattr("bench.demo.ranks._KILL_AFTER", 5)
-    with cores_alone():
-        assert run_ranks_demo(2, tmp_path, 0, Display())
+    monkeypatch.setattr(ranks, "_STEPS", 8)
+    monkeypatch.setattr(ranks, "_KILL_AFTER", 5)
+    if are_forks:
+        monkeypatch.setattr(ranks, "_octavo", run_in_forks)
+        monkeypatch.setattr(ranks, "_train_and_kill", kill_in_forks)
+    assert run_ranks_demo(2, tmp_path, 0, Display())
     compared = json.loads((tmp_path / "ranks.json").read_text())["compared"]
     assert len(compared) == 6 and all(row["is_equal"] for row in compared)
     metrics = tmp_path / "ranks" / "metrics.jsonl"

@@ -103,7 +103,7 @@ def late_rank(rank: int, folder: str) -> None:
 
 def test_a_slow_rank_and_a_hung_one_are_named_before_the_timeout(tmp_path: Path) -> None:
     with pytest.raises(torch.multiprocessing.ProcessExitedException, match="SIGKILL"):
-        run_ranks(late_rank, 2, str(tmp_path))
+        run_ranks(late_rank, 2, str(tmp_path), alone=True)
     found = json.loads((tmp_path / "0.json").read_text())
     assert found["waited"] < 10.0
     for said, place in ((found["slow"], "step 1: forward"), (found["hung"], "step 2: backward")):

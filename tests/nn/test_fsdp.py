@@ -1,7 +1,5 @@
 """FSDP2 over two processes: after a reshard no rank keeps whole FP8 codes or uses old ones; the bits are of one."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ import octavo
 from octavo import nn
 from octavo.models import Decoder, ModelConfig
 from octavo.numerics import Numerics, get_recipe
-from tests.quiet import cores_alone
+from tests.ranks import run_group
 
 pytestmark = pytest.mark.slow
 RECIPES = ("delayed", "rowwise", "blockwise")
@@ -252,9 +250,7 @@ def saved_for_backward(rank: int) -> dict[str, list[Any]]:
     return found
 
 
-def run(rank: int, store: str, results: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def run(rank: int, _: int) -> dict[str, Any]:
     found: dict[str, Any] = {recipe: train_twice(recipe, rank) for recipe in RECIPES}
     found["collectives"] = count_collectives(rank)
     found["groups"] = groups(rank)
@@ -262,17 +258,12 @@ def run(rank: int, store: str, results: str) -> None:
     found["compiled"] = compile_and_shard(rank)
     found["autocast"] = autocast_holds_nothing(rank)
     found["saved"] = saved_for_backward(rank)
-    Path(results, f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("fsdp")
-    with cores_alone():
-        torch.multiprocessing.spawn(run, args=(str(folder / "store"), str(folder)), nprocs=2)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+def ranks() -> list[dict[str, Any]]:
+    return run_group(run, 2)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -17,16 +17,19 @@ from octavo.errors import CheckpointError, ShapeError
 from octavo.optim import AdamW
 from octavo.run.optimizer import MasterAdamW
 from octavo.run.sections import OptimizerSection
-from tests.ranks import run_ranks
+from tests.ranks import run_group, run_ranks
 
 pytestmark = pytest.mark.slow
 WORLD = 4
 # Rows that 4 ranks do not divide, rows that end with a block of 128 and rows that do not, a rank without any row.
 SHAPES = {"even": (16, 256), "uneven": (10, 384), "odd": (7, 12), "blocks": (512,), "cut": (300,), "few": (3,), "experts": (5, 4, 32)}  # fmt: skip # noqa: E501
+PAIRS = [*itertools.product(("fp32", "bf16", "fp8"), ("fp32", "remainder", "none"))]
+# each kind of state and of master weights once; make test-largest has the others
 MODES = [
-    *itertools.product([torch.bfloat16], ("fp32", "bf16", "fp8"), ("fp32", "remainder", "none")),
+    *((torch.bfloat16, *pair) for pair in (PAIRS[0], PAIRS[5], PAIRS[7])),
     *itertools.product([torch.float32], ("fp32", "fp8"), ("fp32",)),
 ]
+OTHER_MODES = [mode for pair in PAIRS if (mode := (torch.bfloat16, *pair)) not in MODES]
 LAYOUTS = ("two", "four", "hybrid")
 Results = dict[str, Any]
 
@@ -120,9 +123,13 @@ def key_of(dtype: torch.dtype, state: str, master: str) -> str:
 
 
 def master_adamw(folder: Path) -> Results:
+    return updates(MODES)
+
+
+def updates(modes: list[tuple[torch.dtype, str, str]]) -> Results:
     """By mode and layout: norms, parameters and state that differ from one process's."""
     found: Results = {}
-    for mode in MODES:
+    for mode in modes:
         dtype, state, master = mode
         results: dict[str, tuple[list[float], dict[str, bytes]]] = {}
         for layout in ("one", *LAYOUTS):
@@ -286,6 +293,17 @@ def of(ranks: list[Results], part: str) -> Iterator[Results]:
 def test_an_update_has_the_bits_of_one_process(ranks: list[Results]) -> None:
     for found in of(ranks, "master_adamw"):
         assert found == {f"{key_of(*mode)}-{layout}": [True, []] for mode in MODES for layout in LAYOUTS}
+
+
+def other_updates(rank: int, world_size: int) -> Results:
+    return updates(OTHER_MODES)
+
+
+@pytest.mark.largest
+def test_updates_of_other_modes_have_them_too() -> None:
+    assert len(OTHER_MODES) == 6
+    for found in run_group(other_updates, WORLD):
+        assert found == {f"{key_of(*mode)}-{layout}": [True, []] for mode in OTHER_MODES for layout in LAYOUTS}
 
 
 def test_adamw_alone_has_them_too_and_loads_whole_state(ranks: list[Results]) -> None:

@@ -28,7 +28,7 @@ from octavo.rl.engines import EngineError
 from octavo.rl.history import StepRow
 from octavo.run.metrics import METRICS_FILE, read_metrics
 from octavo.serve import LLM
-from tests.quiet import cores_alone
+from tests.quiet import cores_shared
 from tests.ranks import run_ranks
 from tests.rl.conftest import nudge, tiny_config
 from tests.rl.test_loop import EASY, EasyTask
@@ -300,7 +300,7 @@ def torchrun(folder: Path, **sections: Any) -> "subprocess.Popen[str]":
 
 @SLOW
 def test_the_command_under_torchrun_prints_once(tmp_path: Path) -> None:
-    with cores_alone(), torchrun(tmp_path) as job:
+    with cores_shared(), torchrun(tmp_path) as job:
         out, errors = job.communicate(timeout=120)
     assert job.returncode == 0, errors
     assert out.count("mean reward (held-out)") == 1 and errors.count("held-out reward before") == 1
@@ -310,7 +310,7 @@ def test_the_command_under_torchrun_prints_once(tmp_path: Path) -> None:
 @SLOW
 def test_the_command_under_torchrun_saves_when_it_is_stopped(tmp_path: Path) -> None:
     metrics = tmp_path / "run" / METRICS_FILE
-    with cores_alone(), torchrun(tmp_path, trainer={"steps": 10_000}) as job:
+    with cores_shared(), torchrun(tmp_path, trainer={"steps": 10_000}) as job:
         deadline = time.monotonic() + 120
         while not read_metrics(metrics, StepRow) and time.monotonic() < deadline:
             time.sleep(0.2)

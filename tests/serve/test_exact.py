@@ -18,7 +18,6 @@ from tests.serve.random_models import (
 
 TEMPERATURE = 0.7
 RECIPES = ("blockwise", "rowwise")
-LARGEST = (("qwen3", "blockwise"), ("llama", "rowwise"))
 
 
 def gap_of_a_run(
@@ -121,7 +120,8 @@ def test_scales_shared_between_tokens_are_not_exact() -> None:
             for i, f in enumerate(FAMILIES)
             for j, b in enumerate((1, 4))
         ),
-        *(pytest.param(f, r, 64, marks=pytest.mark.slow(first=True)) for f, r in LARGEST),
+        pytest.param("qwen3", "blockwise", 64, marks=pytest.mark.slow(first=True)),
+        pytest.param("llama", "rowwise", 64, marks=pytest.mark.largest),
     ],
 )
 def test_exact_at_every_batch(family: str, recipe: str, batch: int) -> None:

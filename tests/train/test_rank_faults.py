@@ -94,7 +94,7 @@ def test_a_stopped_rank_is_named_and_all_end(corpus: Path, tmp_path: Path) -> No
     assert len(named) == 1, ended.stderr[-4000:]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_slow_rank_is_named_and_the_run_goes_on(corpus: Path, undisturbed: Path, tmp_path: Path) -> None:
     ended = start(write(corpus, tmp_path, timeout_s=8), "slow", "step 3: backward")
     assert ended.returncode == 0, ended.stderr[-4000:]

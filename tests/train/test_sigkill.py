@@ -1,19 +1,15 @@
 """SIGKILL at random moments, in the middle of saves too: the run ends with the bits of one that was never killed."""
 
-import multiprocessing
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
 
-from octavo import cli
 from octavo.run.metrics import METRICS_FILE, read_metrics
+from tests.forks import start_octavo
 
 from .conftest import write_corpus, written
 
@@ -21,7 +17,6 @@ NUM_KILLS = 10
 NUM_MID_SAVE_KILLS = 4
 STEPS = 120
 TIMEOUT_S = 240.0
-COMMAND = [sys.executable, "-c", "from octavo.cli import main; main()"]
 
 
 def write_config(path: Path, corpus: Path) -> Path:
@@ -34,34 +29,19 @@ def write_config(path: Path, corpus: Path) -> Path:
     return written(path, corpus, **sections)
 
 
-def arguments(config: Path, directory: Path) -> list[str]:
-    return ["train", str(config), "--set", f"run.dir={directory}"]
-
-
-def run_to_end(config: Path, directory: Path) -> int:
-    """The command in a new interpreter; its exit code."""
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    with (directory.parent / f"{directory.name}.log").open("ab") as log:
-        command = [*COMMAND, *arguments(config, directory)]
-        return subprocess.run(command, stdout=log, stderr=log, env=env, timeout=TIMEOUT_S, check=False).returncode
-
-
-def _command(log: Path, arguments: list[str]) -> None:
-    with log.open("ab") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    sys.argv = ["octavo", *arguments]
-    cli.main()
-
-
 def start(config: Path, directory: Path) -> ForkServerProcess:
     """The command in a process that has its imports from a fork: a new interpreter spends seconds on them."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["octavo.cli.train", "torch.utils.tensorboard"])
-    log = directory.parent / f"{directory.name}.log"
-    process = context.Process(target=_command, args=(log, arguments(config, directory)), daemon=True)
-    process.start()
-    return process
+    return start_octavo(log_of(directory), "train", str(config), "--set", f"run.dir={directory}")
+
+
+def log_of(directory: Path) -> Path:
+    return directory.parent / f"{directory.name}.log"
+
+
+def run_to_end(config: Path, directory: Path) -> None:
+    process = start(config, directory)
+    process.join(TIMEOUT_S)
+    assert process.exitcode == 0, log_of(directory).read_text()[-2000:]
 
 
 def num_rows(directory: Path) -> int:
@@ -104,7 +84,7 @@ def test_killed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     rng = random.Random(0)
     config = write_config(tmp_path / "config.toml", write_corpus(tmp_path / "corpus.jsonl"))
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert run_to_end(config, whole) == 0, (tmp_path / "whole.log").read_text()[-2000:]
+    run_to_end(config, whole)
 
     num_mid_save = num_kills = 0
     while num_mid_save < NUM_MID_SAVE_KILLS:
@@ -115,7 +95,7 @@ def test_killed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
         kill_at_random(start(config, broken), broken, rng)
     killed_at = num_rows(broken)
     assert 0 < killed_at < STEPS, "the run must not end before its last kill"
-    assert run_to_end(config, broken) == 0, (tmp_path / "broken.log").read_text()[-2000:]
+    run_to_end(config, broken)
 
     name = f"checkpoints/step-{STEPS:08d}"
     files = sorted(p.relative_to(whole / name) for p in (whole / name).rglob("*") if p.is_file())

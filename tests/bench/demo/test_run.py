@@ -1,11 +1,13 @@
 """The demo from end to end, short: it ends, its claims hold, its report is whole."""
 
 import math
+import multiprocessing
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from bench.demo import pretrain, reinforce
 from bench.demo import run as demo_run
 from bench.demo.budget import MIN_SECONDS
 from bench.demo.compare import EXPORTED
@@ -13,6 +15,7 @@ from bench.demo.pretrain import VARIANTS
 from bench.demo.reinforce import CORRECTED, EXACT
 from bench.demo.results import DemoResults
 from octavo.errors import ConfigError
+from tests import forks
 from tests.assertions import assert_raises
 
 
@@ -35,6 +38,12 @@ def test_a_short_run_keeps_every_promise(tmp_path: Path, monkeypatch: pytest.Mon
     seen: list[DemoResults] = []
     write = demo_run.write_report
     monkeypatch.setattr(demo_run, "write_report", lambda results, path: seen.append(results) or write(results, path))
+    shorter = {"_MAX_STEPS": reinforce._MIN_STEPS, "_MAX_WARMUP_STEPS": 120, "_TIMED_STEPS": 2}
+    for name, number in shorter.items():
+        monkeypatch.setattr(reinforce, name, number)
+    monkeypatch.setattr(pretrain, "_MAX_STEPS", pretrain._MIN_STEPS)
+    context = forks.context()  # has the imports
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
     with (tmp_path / "log").open("w") as log:
         report = demo_run.run_demo(24, tmp_path / "out", 0, console=Console(file=log, width=100))
     results = seen[0]

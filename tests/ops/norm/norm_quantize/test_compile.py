@@ -49,7 +49,9 @@ def test_two_launches(pair: str) -> None:
 
 @pytest.mark.slow
 @KINDS
-@pytest.mark.parametrize("store", [False, True], ids=["alone", "residual_and_store"])
+@pytest.mark.parametrize(
+    "store", [pytest.param(False, marks=pytest.mark.largest), True], ids=["alone", "residual_and_store"]
+)
 @pytest.mark.parametrize("pair", list(PAIRS))
 def test_every_pair(pair: str, store: bool, kind: str) -> None:
     for launch in launches(kind, 4096, pair, store=store):

@@ -46,8 +46,17 @@ def test_aligned_tiles_move_16_bytes_at_once(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [ALIGNED, ODD], ids=["aligned", "odd"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        *((torch.bfloat16, ODD), (torch.float16, ALIGNED), (torch.float32, ODD)),
+        *(
+            pytest.param(*rest, marks=pytest.mark.largest)
+            for rest in ((torch.bfloat16, ALIGNED), (torch.float16, ODD), (torch.float32, ALIGNED))
+        ),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", list(CALLS))
 def test_every_launch_compiles(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     for launch in launches(name, shape, dtype):

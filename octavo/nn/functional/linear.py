@@ -116,9 +116,9 @@ def output_gemm(
     """
     fast = "output" in plan.recipe.fast_accum
     whole = whole or source.whole(weight, plan, observe=training)
-    is_free = not (training or plan.exact or torch.compiler.is_compiling())  # to take another order of sums
-    if whole is not None and is_free and rows.shape[0] <= MAX_TOKENS:
-        return skinny_mm(rows, whole, bias=bias, out_dtype=out_dtype)
+    is_inference = not (training or torch.compiler.is_compiling())
+    if whole is not None and is_inference and rows.shape[0] <= MAX_TOKENS:
+        return skinny_mm(rows, whole, bias=bias, out_dtype=out_dtype, exact=plan.exact)
     if whole is not None:
         return scaled_mm(rows, whole, bias=bias, out_dtype=out_dtype, exact=plan.exact, fast_accum=fast)
     pieces = []

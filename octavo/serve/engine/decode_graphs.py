@@ -15,7 +15,7 @@ from octavo.models import Decoder
 from octavo.numerics import Numerics
 from octavo.ops.attention import PAGE_SIZE, PagedKVLayer
 from octavo.ops.gemm.scaled_mm import unpadded_rows
-from octavo.ops.gemm.skinny_mm import FEW_TOKENS
+from octavo.ops.gemm.skinny_mm import FEW_TOKENS, MAX_TOKENS
 from octavo.ops.sampling import sample
 from octavo.serve.engine.config import EngineConfig
 from octavo.serve.engine.expert_choices import RoutedExpertsRecorder
@@ -191,12 +191,12 @@ def batch_sizes(most: int, numerics: Numerics) -> list[int]:
     """1, 2, 4, 8, then steps of about a sixth, up to the first that holds so many sequences.
 
     In FP8 they are sizes that products take without padding, which needs more kernels than they have: all but the small
-    ones, for which there is a kernel that pads nothing.
+    ones (exact: up to MAX_TOKENS), for which there is a kernel that pads nothing.
     """
     sizes = [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256]
     sizes += range(320, most + 64, 64)
     if numerics.recipe.is_fp8:
-        few = 0 if numerics.exact else FEW_TOKENS
+        few = MAX_TOKENS if numerics.exact else FEW_TOKENS
         sizes = sorted({n if n <= few else unpadded_rows(n, numerics.exact) for n in sizes})
     enough = next(i for i, n in enumerate(sizes) if n >= most)
     if not numerics.recipe.is_fp8:

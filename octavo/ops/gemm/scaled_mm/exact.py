@@ -6,7 +6,7 @@ this process: the sizes up to 4,096 with the first product, each larger one when
 Legend: M tokens, N out, K in.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -94,24 +94,30 @@ def check_rows(product: GemmProblem, rows: int) -> None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise BackendError(
             f"the first exact product of a shape, and of a number of rows beyond {CHECKED_ROWS[-1]}, is checked, which "
-            f"a CUDA graph cannot hold; run {_describe(product)} with M = {rows} once before the capture"
+            f"a CUDA graph cannot hold; run {describe(product)} with M = {rows} once before the capture"
         )
     sizes = {rows} if known is not None else {*CHECKED_ROWS, rows}
     differing = find_dependent_rows(product, sorted(sizes))
     if differing:
         raise BackendError(
             f"exact mode needs a GEMM whose rows do not depend on their neighbours, and this library's does for "
-            f"{_describe(product)}: bits differ at M = {', '.join(map(str, differing))} from those at M = "
+            f"{describe(product)}: bits differ at M = {', '.join(map(str, differing))} from those at M = "
             f"{CHECKED_ROWS[-1]}; use exact=False, another recipe, or OCTAVO_FORCE_REFERENCE=1 (slow)"
         )
     _checked.setdefault(product, set()).update(sizes)
 
 
-def find_dependent_rows(product: GemmProblem, sizes: Iterable[int]) -> list[int]:
-    """The sizes of M at which a row's bits are not those that it has in a product of CHECKED_ROWS[-1] rows.
+def find_dependent_rows(
+    product: GemmProblem, sizes: Iterable[int], multiply: Callable[..., torch.Tensor] | None = None
+) -> list[int]:
+    """The sizes of M at which a row's bits are not those that it has in the library's product of CHECKED_ROWS[-1] rows.
 
     Every place of every size holds one of these rows, drawn at random; a larger size has each of them at several.
+
+    Args:
+        multiply: what makes the products of these sizes, with the library's arguments; None for the library.
     """
+    multiply = multiply or library.scaled_mm_cuda
     generator, most = torch.Generator(product.device).manual_seed(_SEED), CHECKED_ROWS[-1]
     a = _random_operand(most, product.K, product.a_scaling, generator)
     b = _random_operand(product.N, product.K, product.b_scaling, generator)
@@ -126,7 +132,7 @@ def find_dependent_rows(product: GemmProblem, sizes: Iterable[int]) -> list[int]
         part = QuantizedTensor(
             a.qdata.view(torch.uint8)[rows].view(a.qdata.dtype), _lay_out(a.scale[rows], a.scaling), a.scaling
         )
-        found = library.scaled_mm_cuda(part, b, bias, product.out_dtype)
+        found = multiply(part, b, bias, product.out_dtype)
         pieces = zip(found.split(most), rows.split(most), strict=True)  # as much memory as the product, not twice
         if not all(torch.equal(_bits(piece), _bits(whole[places])) for piece, places in pieces):
             differing.append(size)
@@ -152,7 +158,8 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.int32 if x.element_size() == 4 else torch.int16)
 
 
-def _describe(product: GemmProblem) -> str:
+def describe(product: GemmProblem) -> str:
+    """As messages name it."""
     kinds = f"{product.a_scaling.kind} x {product.b_scaling.kind}"
     bias = "" if product.bias_dtype is None else " with a bias"
     return f"{kinds} of N = {product.N}, K = {product.K} to {product.out_dtype}{bias}"

@@ -65,7 +65,7 @@ def store_product(out, acc, a_scale, b_scale, bias, m, n, M, N, IS_BLOCK: tl.con
     """Store a tile of sums with what is left to do, scales a row and the bias; m and n lie along the sides of acc."""
     if not IS_BLOCK:
         weight_scale = tl.load(b_scale) if IS_TENSOR else tl.load(b_scale + n, mask=n < N, other=0.0)
-        acc = acc * tl.load(a_scale + m, mask=m < M, other=0.0) * weight_scale
+        acc = acc * weight_scale * tl.load(a_scale + m, mask=m < M, other=0.0)  # as the library does
     if bias is not None:
         acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
     tl.store(out + m.to(tl.int64) * N + n, acc.to(out.dtype.element_ty), mask=(m < M) & (n < N))

@@ -106,15 +106,26 @@ def _num_tiles(M: int, N: int, tile: SkinnyTile) -> int:
     return -(-M // BLOCK_M) * -(-N // tile.block_n)
 
 
-def tiled_mm(a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
-    """As octavo.ops.gemm.skinny_mm.skinny_mm, for what can_run accepts."""
+def tiled_mm(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    *,
+    splits_k: bool = True,
+) -> torch.Tensor:
+    """As octavo.ops.gemm.skinny_mm.skinny_mm, for what can_run accepts.
+
+    Args:
+        splits_k: whether programs may share a sum over K, so that its order depends on the shape.
+    """
     (M, K), N, device = a.shape, b.shape[0], a.device
     slabs = K // BLOCK_K
-    is_long = slabs >= LONG_SLABS
+    is_long = splits_k and slabs >= LONG_SLABS
     tile = tile_of(M, N, splits_k=is_long)
     tiles = _num_tiles(M, N, tile)
     programs = 2 * PROGRAMS if is_long else PROGRAMS
-    splits, slabs_a_split = split_of(programs // tiles, slabs, 1)
+    splits, slabs_a_split = split_of(programs // tiles if splits_k else 1, slabs, 1)
     out = torch.empty(M, N, dtype=out_dtype, device=device)
     parts, arrivals = new_parts(device, tiles, splits, BLOCK_M * tile.block_n)
     scales = Scales.of(a, b)

@@ -13,8 +13,6 @@ from tests.forks import start_octavo
 
 from .conftest import write_corpus, written
 
-NUM_KILLS = 10
-NUM_MID_SAVE_KILLS = 4
 STEPS = 120
 TIMEOUT_S = 240.0
 
@@ -78,20 +76,23 @@ def kill_in_mid_save(process: ForkServerProcess, directory: Path, rng: random.Ra
     raise AssertionError(f"no save was seen; exit code {process.exitcode}")
 
 
-@pytest.mark.slow(first=True)
 @pytest.mark.timeout(1500)
-def test_killed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kills", "mid_save_kills"),
+    [pytest.param(5, 2, marks=pytest.mark.slow(first=True)), pytest.param(10, 4, marks=pytest.mark.largest)],
+)
+def test_killed_run_ends_with_the_same_bits(kills: int, mid_save_kills: int, tmp_path: Path) -> None:
     rng = random.Random(0)
     config = write_config(tmp_path / "config.toml", write_corpus(tmp_path / "corpus.jsonl"))
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     run_to_end(config, whole)
 
     num_mid_save = num_kills = 0
-    while num_mid_save < NUM_MID_SAVE_KILLS:
+    while num_mid_save < mid_save_kills:
         num_mid_save += kill_in_mid_save(start(config, broken), broken, rng)
         num_kills += 1
-        assert num_kills < 3 * NUM_MID_SAVE_KILLS, "saves are too quick to be hit"
-    for _ in range(NUM_KILLS - num_mid_save):
+        assert num_kills < 12, "saves are too quick to be hit"
+    for _ in range(kills - num_mid_save):
         kill_at_random(start(config, broken), broken, rng)
     killed_at = num_rows(broken)
     assert 0 < killed_at < STEPS, "the run must not end before its last kill"

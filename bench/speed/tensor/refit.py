@@ -28,7 +28,7 @@ from octavo.rl.ranks import Ranks
 from octavo.serve import SamplingParams
 
 # nothing is sampled that is timed; old weights wait in the cache, as in a job
-_LIMITS = {"max_num_seqs": 8, "max_model_len": 256, "num_kv_pages": 4096}
+_LIMITS = {"max_num_seqs": 8, "max_model_len": 256, "num_kv_pages": 8192}
 
 
 def refit(session: Session) -> None:

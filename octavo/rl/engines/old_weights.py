@@ -1,6 +1,7 @@
 """The weights that a sampler has, kept while others are written over them: what fails is taken back."""
 
-from itertools import compress
+from collections.abc import Iterator
+from itertools import chain, compress, groupby, islice
 
 import torch
 
@@ -27,9 +28,10 @@ class OldWeights:
         caches = [cache for layer in engine.model_runner.layers for cache in (layer.k, layer.v)]
         self._room = [cache.view(-1).view(torch.uint8) for cache in caches]
         self._taken: list[torch.Tensor] = []
-        self._last = 0  # where the last one went
         pieces = [piece for param in self._model.parameters() for piece, _ in pieces_of(param, param)]
-        self._kept = [(piece, self._place_for(piece)) for piece in pieces]
+        pieces.sort(key=lambda piece: piece.nbytes, reverse=True)  # the small ones fill what large ones leave
+        places = [self._places_for(size, list(group)) for size, group in groupby(pieces, _aligned_bytes)]
+        self._kept = list(zip(pieces, chain.from_iterable(places), strict=True))
         _copy_all([kept for _, kept in self._kept], pieces)
 
     @torch.no_grad()
@@ -43,16 +45,19 @@ class OldWeights:
         if self._taken:
             torch._foreach_zero_(self._taken)
 
-    def _place_for(self, piece: torch.Tensor) -> torch.Tensor:
-        size = -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if len(self._room[self._last]) < size:
-            self._last = next((i for i, room in enumerate(self._room) if len(room) >= size), self._last)
-        room = self._room[self._last]
-        if len(room) < size:
-            return torch.empty_like(piece, device="cpu")
-        taken, self._room[self._last] = room[:size], room[size:]
-        self._taken.append(taken)
-        return taken[: piece.nbytes].view(piece.dtype).view(piece.shape)
+    def _places_for(self, size: int, pieces: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """For pieces of so many bytes each; on the host where none is left in the cache."""
+        waiting = iter(pieces)
+        for i, room in enumerate(self._room):
+            for piece in islice(waiting, len(room) // size):
+                taken, self._room[i] = self._room[i].split([size, len(self._room[i]) - size])
+                self._taken.append(taken)
+                yield taken[: piece.nbytes].view(piece.dtype).view(piece.shape)
+        yield from (torch.empty_like(piece, device="cpu") for piece in waiting)
+
+
+def _aligned_bytes(piece: torch.Tensor) -> int:
+    return -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _copy_all(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:

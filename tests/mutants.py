@@ -273,6 +273,12 @@ TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
     ("octavo/rl/engines/dealt.py",
      "tests/rl/test_dealt_publish.py::test_a_flipped_bit_is_caught_on_all_ranks_and_the_old_weights_serve", {
         "damaged-weights-stay": ("            old.restore()\n", "")}),
+    ("octavo/serve/router/updates.py",
+     "tests/serve/router/test_admin.py::test_where_one_fails_all_have_their_old_weights", {
+        "new-weights-on-some-replicas": ("await self._take_back(answers)", "await self._end(error.message)")}),
+    ("octavo/serve/router/fleet.py",
+     "tests/serve/router/test_admin.py::test_an_update_comes_to_all_replicas_and_outdates_one_that_starts_again", {
+        "old-weights-after-a-restart": (".is_outdated = self.has_updates", ".is_outdated = False")}),
     ("octavo/serve/engine/graph_capture.py",
      "tests/serve/test_dealt_decoding.py::test_graphs_are_dropped_on_all_ranks_where_weights_moved_on_one", {
         "graphs-valid-on-one-rank": ("else group.together(self._is_in_place)", "else [self._is_in_place()]")}),

@@ -123,6 +123,10 @@ class LeadingUpdate(WeightUpdate):
         with self.ending_at_error():
             self._channel.ask("stage", name, spec, data=data, meanwhile=own)
 
+    def keep_old(self) -> None:
+        """See WeightUpdate; on all ranks."""
+        self._channel.ask("keep_old", meanwhile=super().keep_old)
+
     def verify(self) -> None:
         """See WeightUpdate; on all ranks."""
         _ = self.staging
@@ -192,6 +196,9 @@ class UpdateFollower:
 
     def _verify(self) -> None:
         self._current().verify()
+
+    def _keep_old(self) -> None:
+        self._current().keep_old()
 
     def _current(self) -> WeightUpdate:
         assert self.update is not None, "an update begins first"

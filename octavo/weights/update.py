@@ -13,6 +13,7 @@ import torch
 
 from octavo.errors import BackendError, CheckpointError, LostWeightsError, RequestError
 from octavo.models import Decoder
+from octavo.models.checkpoint.kv_scales import KVScales
 from octavo.models.checkpoint.layout import Layout
 from octavo.models.checkpoint.safetensors_io import TensorEntry
 from octavo.nn.live_weights import adopt_codes, live_tensors
@@ -81,6 +82,8 @@ class WeightUpdate:
             model, layout=layout, partial=partial, device=staging_device
         )
         self._staged: Staged | None = None
+        self._keeps_old = False
+        self._old_kv_scales: tuple[KVScales, ...] | None = None  # of the old weights, where these are staged
         self._kv_pairs: KVPairs | None = None
         if manifest is not None:
             self.declare(manifest)
@@ -125,6 +128,18 @@ class WeightUpdate:
                 self.manifest[name].check(name, tensor)
             staging.add(name, tensor)
 
+    def keep_old(self) -> None:
+        """Let write leave the transaction open, with the old weights in the staged copy: a second write, under another
+        version, brings them back.
+
+        Raises:
+            RequestError: the transaction has ended, or its KV scales are of the new weights alone.
+        """
+        _ = self.staging
+        if self.model.numerics.kv_scales == "trainer":
+            raise RequestError("kv_scales='trainer' come with one update, and old weights would be without theirs")
+        self._keeps_old = True
+
     def verify(self) -> None:
         """Check that everything came; after this nothing but the copies is left to do.
 
@@ -133,6 +148,8 @@ class WeightUpdate:
             RequestError: the transaction has ended.
         """
         staging = self.staging
+        if self._old_kv_scales is not None:  # the old weights are as they were
+            return
         with self.ending_at_error():
             if staging.is_partial and self.model.weight_version != self.base_version:
                 raise CheckpointError(
@@ -171,10 +188,14 @@ class WeightUpdate:
             raise BackendError(f"the update failed while it was written ({error}); the old weights are back") from error
         self.model.mark_weights_updated()
         adopt_codes(self.model)
-        self.model.kv_scales = staged.kv_scales
+        is_undone, old_kv_scales = self._old_kv_scales is not None, self.model.kv_scales
+        self.model.kv_scales = staged.kv_scales if self._old_kv_scales is None else self._old_kv_scales
         if self._kv_pairs is not None and self.model.kv_table is not None:
             self.model.kv_table.set(self._kv_pairs, self.model.weight_version)
-        self.end("it was committed")
+        if self._keeps_old and not is_undone:
+            self._old_kv_scales = old_kv_scales
+        else:
+            self.end("its old weights are back" if is_undone else "it was committed")
         return self.model.weight_version
 
     def end(self, reason: str = "it was aborted") -> None:

@@ -178,6 +178,18 @@ def test_a_failed_update_leaves_the_old_weights(
     assert answers(llm) == answers(LLM(new, **FP8, **LIMITS))
 
 
+def test_a_second_commit_brings_the_old_weights_back_on_all_ranks(checkpoints: tuple[Path, ...], llm: LLM) -> None:
+    first, begin = answers(llm), llm.engine.weight_version
+    update = llm.engine.begin_update()
+    for name, tensor in tensors_of(checkpoints[1]).items():
+        update.stage(name, tensor)
+    update.keep_old()
+    assert llm.engine.commit_update(update) == begin + 1
+    assert answers(llm) != first
+    assert llm.engine.commit_update(update) == begin + 2
+    assert answers(llm) == first
+
+
 def asking_for(num_bytes: int) -> Any:
     """UpdateChannel.ask that asks the workers for so much memory."""
     ask = tensor_updates.UpdateChannel.ask

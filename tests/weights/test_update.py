@@ -476,6 +476,20 @@ def test_a_transaction_by_hand(serving: LLM, new_weights: Tensors) -> None:
     assert bits(serving) == old
 
 
+def test_a_second_commit_brings_the_old_weights_back(serving: LLM, new_weights: Tensors) -> None:
+    old, began = bits(serving), serving.engine.weight_version
+    update = serving.engine.begin_update()
+    for name, tensor in new_weights.items():
+        update.stage(name, tensor)
+    update.keep_old()
+    assert serving.engine.commit_update(update) == began + 1
+    assert update.ended is None and bits(serving) != old
+    assert serving.engine.commit_update(update) == began + 2
+    assert bits(serving) == old
+    with pytest.raises(RequestError, match="its old weights are back"):
+        serving.engine.commit_update(update)
+
+
 def test_tensors_may_be_reused_by_their_sender(serving: LLM, new_weights: Tensors) -> None:
     """Also those that wait for the rest of their parameter; and its own weights are not written into."""
     kept = {name: tensor.clone() for name, tensor in new_weights.items()}

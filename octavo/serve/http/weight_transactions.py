@@ -90,20 +90,33 @@ class WeightTransactions:
             await read(upload)
         return upload
 
-    async def commit(self, transaction_id: str, running: RunningPolicy) -> int:
+    async def verify(self, transaction_id: str) -> None:
+        """Check that an upload is whole and fits: after this nothing but the copies is left to do.
+
+        Raises:
+            ApiError: 409 while bytes are missing; 400 for weights that do not fit; see get.
+        """
+        with self._working_on(self.get(transaction_id)) as upload:
+            _check_whole(upload)
+            await asyncio.to_thread(upload.update.verify)
+
+    async def commit(self, transaction_id: str, running: RunningPolicy, *, keep_old: bool = False) -> int:
         """Put an upload's weights in the place of the live ones; the new weight version.
 
+        Args:
+            keep_old: the transaction stays open with the old weights in it: a second commit brings them back, and abort
+                drops them.
         Raises:
             ApiError: 409 while bytes are missing; 500 where the writing failed and the old weights are back; see get.
         """
         transaction = self.get(transaction_id)
         with self._working_on(transaction) as upload:
-            if upload.num_received < upload.num_bytes:
-                raise ApiError(
-                    409, f"{upload.num_received} of {upload.num_bytes} bytes have come", code="update_incomplete"
-                )
+            _check_whole(upload)
+            if keep_old:
+                await asyncio.to_thread(upload.update.keep_old)
             version = await self._commit(upload.update, running)
-        self._end(transaction, "it was committed")
+        if (reason := upload.update.ended) is not None:
+            self._end(transaction, reason)
         return version
 
     def abort(self, transaction_id: str, reason: str = "it was aborted") -> None:
@@ -112,19 +125,13 @@ class WeightTransactions:
         _check_idle(transaction)
         self._end(transaction, reason)
 
-    async def update_from(
-        self,
-        path: str,
-        running: RunningPolicy,
-        checksums: Mapping[str, str] | None,
-        partial: Sequence[str],
-        *,
-        replace: bool,
-    ) -> int:
-        """Read a checkpoint within the allowed folder and commit it; the new weight version.
+    async def stage_from(
+        self, path: str, checksums: Mapping[str, str] | None, partial: Sequence[str], *, replace: bool
+    ) -> Transaction:
+        """Read a checkpoint within the allowed folder into a transaction, which a commit takes over.
 
         Raises:
-            ApiError: 403 for a path outside; else as begin and commit.
+            ApiError: 403 for a path outside; else as begin.
         """
         root = self._service.config.weights_dir
         if root is None:
@@ -138,9 +145,28 @@ class WeightTransactions:
             engine = self._service.engine.loop.engine
             stage = functools.partial(stage_checkpoint, engine.model, directory, begin=engine.begin_update)
             update = await asyncio.to_thread(stage, checksums=checksums, partial=partial)
-            version = await self._commit(update, running)
-        self._end(transaction, "it was committed")
-        return version
+            transaction.upload, transaction.is_busy = Upload(update, {}), False
+        self._postpone_expiry()
+        return transaction
+
+    async def update_from(
+        self,
+        path: str,
+        running: RunningPolicy,
+        checksums: Mapping[str, str] | None,
+        partial: Sequence[str],
+        *,
+        replace: bool,
+    ) -> int:
+        """stage_from and commit; the new weight version. Errors as theirs, and nothing is left open."""
+        transaction = await self.stage_from(path, checksums, partial, replace=replace)
+        try:
+            return await self.commit(transaction.id, running)
+        except Exception as error:
+            if self._current is transaction:
+                self._service.metrics.weight_update_failures.inc()
+                self._end(transaction, f"it failed: {error}")
+            raise
 
     async def _commit(self, update: WeightUpdate, running: RunningPolicy) -> int:
         version = await asyncio.wrap_future(self._service.engine.loop.update_weights(update, running))
@@ -236,6 +262,11 @@ def confine(path: str, root: Path) -> Path:
     if not inside:
         raise ApiError(403, "path leads out of the folder that --weights-dir allows", "path", "path_forbidden")
     return directory
+
+
+def _check_whole(upload: Upload) -> None:
+    if upload.num_received < upload.num_bytes:
+        raise ApiError(409, f"{upload.num_received} of {upload.num_bytes} bytes have come", code="update_incomplete")
 
 
 def _check_idle(transaction: Transaction) -> None:

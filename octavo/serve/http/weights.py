@@ -49,6 +49,7 @@ class PathRequest(Body):
     checksums: dict[str, Sha256] | None = None
     partial: list[str] = []
     replace: bool = False
+    commit: bool = True
 
 
 class BeginRequest(Body):
@@ -62,16 +63,20 @@ class BeginRequest(Body):
 
 
 class CommitRequest(Body):
-    """POST /admin/weight_update/{id}/commit."""
+    """POST /admin/weight_update/{id}/commit; keep_old: see WeightTransactions.commit."""
 
     running: RunningPolicy = "wait"
+    keep_old: bool = False
 
 
 @router.post("/update_weights", openapi_extra=openapi_of(PathRequest))
 async def update_weights(
     transactions: Transactions, body: Annotated[PathRequest, Depends(body_of(PathRequest))]
 ) -> dict[str, Any]:
-    """Take over a checkpoint from the folder of --weights-dir."""
+    """Take over a checkpoint from the folder of --weights-dir; without commit it is staged, and has an id."""
+    if not body.commit:
+        staged = await transactions.stage_from(body.path, body.checksums, body.partial, replace=body.replace)
+        return {"id": staged.id}
     version = await transactions.update_from(
         body.path, body.running, body.checksums, body.partial, replace=body.replace
     )
@@ -133,7 +138,14 @@ async def commit(
     transactions: Transactions, transaction_id: str, body: Annotated[CommitRequest, Depends(body_of(CommitRequest))]
 ) -> dict[str, Any]:
     """Put the uploaded weights in the place of the live ones."""
-    return {"weight_version": await transactions.commit(transaction_id, body.running)}
+    return {"weight_version": await transactions.commit(transaction_id, body.running, keep_old=body.keep_old)}
+
+
+@router.post("/weight_update/{transaction_id}/verify")
+async def verify(transactions: Transactions, transaction_id: str) -> dict[str, Any]:
+    """Check an upload before it is committed: it is whole, and fits the model."""
+    await transactions.verify(transaction_id)
+    return {"id": transaction_id, "status": "verified"}
 
 
 @router.delete("/weight_update/{transaction_id}")

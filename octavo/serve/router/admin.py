@@ -1,10 +1,10 @@
-"""What the router's /admin routes ask of all replicas: all do it, or none."""
+"""What a router asks of all its replicas under /admin: all do it, or none."""
 
 import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 
 from octavo.serve.http.config import ServerConfig
 from octavo.serve.http.errors import UNAVAILABLE_RETRY_S, ApiError
@@ -12,7 +12,7 @@ from octavo.serve.http.service import check_key
 from octavo.serve.router import upstream
 from octavo.serve.router.fleet import Fleet
 from octavo.serve.router.replica import Replica
-from octavo.serve.router.upstream import Answer
+from octavo.serve.router.upstream import Reply
 
 # time for what an admin route asks of a replica, beside the time that running requests take
 ADMIN_S = 60.0
@@ -66,7 +66,7 @@ class Admin:
 
     async def ask(
         self, replicas: Sequence[Replica], *requests: upstream.Request, timeout_s: float = ADMIN_S
-    ) -> list[Answer]:
+    ) -> list[Reply]:
         """Ask replicas at once: all the same, or each its own."""
         several = requests if len(requests) == len(replicas) else [*requests] * len(replicas)
         asking = [
@@ -105,11 +105,13 @@ class Admin:
                 replica.should_sleep = False
             answers = await self.ask(replicas, _post("wake"))
             error = failure(replicas, answers, "the others sleep again")
-            for replica in replicas:
-                replica.should_sleep = error is not None
             if error is not None:
+                for replica in replicas:
+                    replica.should_sleep = True
                 await self.ask(replicas, _post("sleep"), timeout_s=self.config.drain_timeout_s + ADMIN_S)
                 raise error
+            for replica in replicas:
+                replica.state = "serving"
 
     async def reset_prefix_cache(self) -> None:
         """Let all that are ready forget their prompts; others begin with an empty cache.
@@ -125,39 +127,7 @@ class Admin:
             raise error
 
 
-def add_admin_routes(app: FastAPI, admin: Admin) -> None:
-    """The routes."""
-
-    @app.post("/admin/sleep")
-    async def sleep(request: Request) -> dict[str, str]:
-        admin.check(request)
-        await admin.sleep()
-        return {"status": "asleep"}
-
-    @app.post("/admin/wake")
-    async def wake(request: Request) -> dict[str, str]:
-        admin.check(request)
-        await admin.wake()
-        return {"status": "serving"}
-
-    @app.post("/admin/reset_prefix_cache")
-    async def reset_prefix_cache(request: Request) -> dict[str, str]:
-        admin.check(request)
-        await admin.reset_prefix_cache()
-        return {"status": "serving" if admin.fleet.is_ready else "unavailable"}
-
-    @app.api_route("/admin/{path:path}", methods=["GET", "POST", "DELETE"])
-    async def refuse(request: Request, path: str) -> None:
-        admin.check(request)
-        raise ApiError(
-            501,
-            f"/admin/{path} addresses one engine, and a replica that starts again would not know of it; start one "
-            "octavo serve a GPU without --data-parallel-size, and send it to each of them",
-            code="not_with_replicas",
-        )
-
-
-def failure(replicas: Sequence[Replica], answers: Sequence[Answer], rest: str) -> ApiError | None:
+def failure(replicas: Sequence[Replica], answers: Sequence[Reply], rest: str) -> ApiError | None:
     """502 with the first replica that did not do as it was asked, or None.
 
     Args:

@@ -14,7 +14,8 @@ from octavo.serve.http.app import CLIENT_GONE
 from octavo.serve.http.config import ServerConfig
 from octavo.serve.http.errors import UNAVAILABLE_RETRY_S, ApiError, as_api_error
 from octavo.serve.http.metrics import CONTENT_TYPE
-from octavo.serve.router.admin import Admin, add_admin_routes
+from octavo.serve.router.admin import Admin
+from octavo.serve.router.admin_routes import add_admin_routes
 from octavo.serve.router.fleet import Fleet
 from octavo.serve.router.metrics import RouterMetrics
 from octavo.serve.router.proxy import Proxy
@@ -50,7 +51,7 @@ def build_router_app(fleet: Fleet, config: ServerConfig) -> FastAPI:
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        states = {str(replica.index): replica.state for replica in fleet.replicas}
+        states = {str(replica.index): replica.status for replica in fleet.replicas}
         retry = {} if fleet.is_ready else {"Retry-After": str(UNAVAILABLE_RETRY_S)}
         status = "draining" if fleet.is_draining else "serving" if fleet.is_ready else "unavailable"
         return JSONResponse({"status": status, "replicas": states}, 200 if fleet.is_ready else 503, headers=retry)

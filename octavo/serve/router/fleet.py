@@ -17,14 +17,17 @@ class Fleet:
 
     Attributes:
         is_draining: no request is taken any more.
+        has_updates: replicas have other weights than the checkpoint's, and so than one that starts.
         error: why a replica cannot be started at all.
     """
 
     def __init__(self, replicas: Sequence[Replica], balance: Balance) -> None:
         self.replicas, self.balance = replicas, balance
-        self.is_draining = False
+        self.is_draining = self.has_updates = False
         self.error: BaseException | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        for replica in replicas:
+            replica.on_start = self._note_start
 
     @property
     def num_in_flight(self) -> int:
@@ -46,7 +49,7 @@ class Fleet:
             raise UnavailableError("the server is draining and takes no requests; try again later")
         loads = {replica.index: replica.load for replica in self.replicas if replica.is_ready}
         if not loads:
-            states = ", ".join(f"{replica.index} is {replica.state}" for replica in self.replicas)
+            states = ", ".join(f"{replica.index} is {replica.status}" for replica in self.replicas)
             raise UnavailableError(f"no replica takes requests ({states}); try again later")
         return self.replicas[self.balance.choose(chunks_of(body), loads)]
 
@@ -63,6 +66,11 @@ class Fleet:
         for replica in self.replicas:
             replica.kill()
         await asyncio.gather(*self._tasks)
+
+    def _note_start(self, index: int) -> None:
+        """A new process has no cached prompts, and the checkpoint's weights."""
+        self.balance.forget(index)
+        self.replicas[index].is_outdated = self.has_updates
 
     async def _keep(self, replica: Replica) -> None:
         try:

@@ -55,18 +55,19 @@ class Replica:
         index: its number, the metrics' label.
         order: what the process is told: see replica_process.
         devices: its CUDA_VISIBLE_DEVICES; None for the router's own.
-        on_start: called before each start.
         start_timeout_s: how long it may take to become ready.
 
     Attributes:
         port: where it listens.
         state: in a word, as it says of itself; "serving" if it would take requests.
+        is_outdated: it has older weights than the others, and waits for the next update.
         should_sleep: all replicas sleep; it is put to sleep again where its process is a new one.
         load: see Balance.
         num_in_flight: requests that it works on.
         num_routed: requests that were sent to it.
         num_failures: requests that it ended without an answer.
         num_restarts: how often it was started again.
+        on_start: called with index before each start; a Fleet sets it.
         exit_code: the last process's, or None.
     """
 
@@ -75,15 +76,15 @@ class Replica:
         index: int,
         order: tuple[Callable[[], object], ServerConfig],
         devices: str | None = None,
-        on_start: Callable[[int], None] = lambda index: None,
         start_timeout_s: float = LOAD_S,
     ) -> None:
         self.index, self.port, self.state = index, 0, "starting"
         self.load, self.num_in_flight = 0.0, 0
         self.num_routed = self.num_failures = self.num_restarts = 0
-        self.should_sleep = False
+        self.should_sleep = self.is_outdated = False
         self.exit_code: int | None = None
-        self._order, self._devices, self._on_start, self._start_timeout_s = order, devices, on_start, start_timeout_s
+        self.on_start: Callable[[int], None] = lambda index: None
+        self._order, self._devices, self._start_timeout_s = order, devices, start_timeout_s
         self._process: Process | None = None
         self._stopping = asyncio.Event()
         self._was_ever_ready = False
@@ -92,7 +93,12 @@ class Replica:
     @property
     def is_ready(self) -> bool:
         """It takes requests."""
-        return self.state == "serving" and not self.should_sleep
+        return self.state == "serving" and not (self.should_sleep or self.is_outdated)
+
+    @property
+    def status(self) -> str:
+        """Its state, as the router's users are told."""
+        return "outdated" if self.state == "serving" and self.is_outdated else self.state
 
     @contextlib.contextmanager
     def working(self, weight: float) -> Iterator[None]:
@@ -148,7 +154,7 @@ class Replica:
     async def _run_once(self) -> int:
         """Run one process to its end; its exit code."""
         self.state, self.exit_code, self._ready_since = "starting", None, None
-        self._on_start(self.index)
+        self.on_start(self.index)
         self._process = process = await self._start()
         try:
             async with asyncio.TaskGroup() as group:

@@ -54,7 +54,7 @@ def run_router(
     balance = Balance(len(devices))
     # a request is logged once, here, and a client that does not send it whole is cut off here
     order = (build_engine, dataclasses.replace(config, access_log=False, max_unfinished=OPEN_FILES))
-    replicas = [Replica(index, order, each, balance.forget) for index, each in enumerate(devices)]
+    replicas = [Replica(index, order, each) for index, each in enumerate(devices)]
     fleet = Fleet(replicas, balance)
     server = RouterServer(settings_of(build_router_app(fleet, config), config), fleet, config.drain_timeout_s)
     with contextlib.closing(listener):

@@ -34,7 +34,7 @@ class Request(NamedTuple):
     body: bytes = b""
 
 
-class Answer(NamedTuple):
+class Reply(NamedTuple):
     """A whole answer. status: 0 where none came. body: its text, or why none came."""
 
     status: int
@@ -131,10 +131,10 @@ async def fetch(port: int, request: Request, timeout_s: float) -> tuple[int, byt
         raise LostReplicaError(f"it did not answer within {timeout_s:g} s") from error
 
 
-async def ask(port: int, admin_key: str | None, request: Request, timeout_s: float) -> Answer:
-    """Ask a replica for something under /admin; what goes wrong is an Answer too."""
+async def ask(port: int, admin_key: str | None, request: Request, timeout_s: float) -> Reply:
+    """Ask a replica for something under /admin; what goes wrong is a Reply too."""
     key = (b"authorization", f"Bearer {admin_key}".encode())
     try:
-        return Answer(*await fetch(port, request._replace(headers=[*request.headers, key]), timeout_s))
+        return Reply(*await fetch(port, request._replace(headers=[*request.headers, key]), timeout_s))
     except (UnreachableError, LostReplicaError, OSError) as error:
-        return Answer(0, (str(error) or type(error).__name__).encode())
+        return Reply(0, (str(error) or type(error).__name__).encode())

@@ -160,6 +160,27 @@ def test_in_buckets(server: Running, folder: Path) -> None:
     assert commit(server, update).json()["error"]["message"].endswith("it was committed")
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_an_update_that_is_verified_and_keeps_the_old_weights(is_kept: bool, server: Running, folder: Path) -> None:
+    """What a router asks for: staged, verified, committed, and taken back or not."""
+    before = server.complete(**FIELDS)["choices"]
+    update = server.post("/admin/update_weights", ADMIN, path="new", commit=False).json()["id"]
+    assert server.post(f"/admin/weight_update/{update}/verify", ADMIN).json()["status"] == "verified"
+    assert server.complete(**FIELDS)["choices"] == before
+    assert commit(server, update, keep_old=True).json() == {"weight_version": 2}
+    assert server.complete(**FIELDS)["choices"] == expected()
+    if is_kept:
+        assert server.client.delete(f"/admin/weight_update/{update}", headers=ADMIN).status_code == 200
+    else:
+        assert commit(server, update, running="keep").json() == {"weight_version": 3}
+    after = server.complete(**FIELDS)["choices"]
+    assert after == expected() if is_kept else [each["token_ids"] for each in after] == [e["token_ids"] for e in before]
+    assert commit(server, update).status_code == 410
+    update = begin(server, tensors_of(folder)).json()["id"]
+    assert server.post(f"/admin/weight_update/{update}/verify", ADMIN).json()["error"]["code"] == "update_incomplete"
+    assert server.client.delete(f"/admin/weight_update/{update}", headers=ADMIN).status_code == 200
+
+
 def test_bad_uploads(server: Running, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = tensors_of(folder)
     data, before = as_bytes(tensors), server.complete(**FIELDS)["choices"]

@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +14,13 @@ import httpx
 import pytest
 
 from octavo import LLM, save_model
+from octavo.models.checkpoint.safetensors_io import SafetensorsReader
 from octavo.serve.http.server import bind
 from octavo.serve.router.replica import Replica
 from tests.conftest import RunOctavo
 from tests.serve.http.processes import Process, served
 from tests.serve.http.running import VOCAB, byte_tokenizer, running
+from tests.serve.http.test_weights import as_bytes, manifest_of
 from tests.serve.random_models import make_model
 
 STORY = "tell me a story of the sea and the sky " * 9
@@ -46,9 +49,9 @@ def two_replicas(checkpoint: Path, *arguments: str) -> Any:
     return served(str(checkpoint), *given)
 
 
-def counted(client: httpx.Client, name: str) -> dict[str, float]:
+def counted(client: httpx.Client, name: str, url: str = "/metrics") -> dict[str, float]:
     """A metric of each worker."""
-    lines = re.findall(rf'^{name}{{.*worker="(\d)"}} (\S+)$', client.get("/metrics").text, re.MULTILINE)
+    lines = re.findall(rf'^{name}{{.*worker="(\d)"}} (\S+)$', client.get(url).text, re.MULTILINE)
     return {worker: float(value) for worker, value in lines}
 
 
@@ -263,3 +266,62 @@ def test_replicas_end_with_a_router_that_is_killed(router: Process) -> None:
                 await asyncio.sleep(0.05)
 
     asyncio.run(wait())
+
+
+@pytest.mark.slow
+def test_two_replicas_sleep_and_take_new_weights_together(checkpoint: Path, tmp_path: Path) -> None:
+    """A damaged byte is refused at both; one that is killed afterwards gets no requests before the next update."""
+    model = make_model("llama", "bf16", "bf16", vocab_size=VOCAB, num_layers=1, seed=1)
+    save_model(model, tmp_path / "new", tokenizer=byte_tokenizer())
+    reader = SafetensorsReader(tmp_path / "new")
+    tensors = {name: reader.load(name) for name in reader.entries}
+    data, key = as_bytes(tensors), {"Authorization": "Bearer admin"}
+    options = ("--admin-key", "admin", "--weights-dir", str(tmp_path))
+
+    with two_replicas(checkpoint, *options) as router, httpx.Client(timeout=120) as client:
+        router.wait_until_ready()
+        both_ready(router.url)
+
+        def post(path: str, status: int = 200, **given: Any) -> Any:
+            kind = {"Content-Type": "application/octet-stream"} if "content" in given else {}
+            answer = client.post(f"{router.url}/admin/{path}", headers=key | kind, **given)
+            assert answer.status_code == status, answer.text
+            return answer.json()
+
+        def texts() -> set[str]:
+            """Of several requests, which both replicas get."""
+            body = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+            posts = [client.post(f"{router.url}/v1/completions", json=body | {"prompt": "sea"}) for _ in range(4)]
+            return {answer.json()["choices"][0]["text"] for answer in posts}
+
+        def upload(content: bytes, status: int) -> str:
+            update = post("weight_update", json={"tensors": manifest_of(tensors)})["id"]
+            post(f"weight_update/{update}/bytes?offset=0", status, content=content)
+            return f"weight_update/{update}"
+
+        (old,) = texts()
+        upload(data[:999] + bytes([data[999] ^ 1]) + data[1000:], 400)
+        assert texts() == {old}
+        update = upload(data, 200)
+        assert post("sleep") == {"status": "asleep"}
+        assert client.post(f"{router.url}/v1/completions", json={"prompt": "a"}).status_code == 503
+        assert post(f"{update}/commit", json={"running": "keep"})["replicas"].keys() == {"0", "1"}
+        os.kill(children(router.popen.pid)[0], signal.SIGKILL)
+        sleeping = {"asleep"}
+        while {*client.get(f"{router.url}/ready").json()["replicas"].values()} == sleeping:
+            time.sleep(0.02)
+        while {*client.get(f"{router.url}/ready").json()["replicas"].values()} != sleeping:
+            time.sleep(0.1)
+        assert post("wake") == {"status": "serving"}
+        states = client.get(f"{router.url}/ready").json()["replicas"].values()
+        assert sorted(states) == ["outdated", "serving"]
+        (new,) = texts()
+        assert new != old
+        post("update_weights", json={"path": "new"})
+        both_ready(router.url)
+        assert texts() == {new}
+        routed = counted(client, "octavo:router_requests_routed_total", f"{router.url}/metrics")
+        assert min(routed.values()) > 0
+        router.popen.send_signal(signal.SIGTERM)
+        code, log = router.end()
+        assert code == 0, log

@@ -1,0 +1,116 @@
+"""The router's /admin routes."""
+
+import dataclasses
+import json
+from typing import Any
+from urllib.parse import quote
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from octavo.serve.http.body import check_json, read_bytes
+from octavo.serve.http.errors import ApiError
+from octavo.serve.router.admin import Admin
+from octavo.serve.router.updates import FleetUpdates
+from octavo.weights.update import RunningPolicy, check_policy
+
+
+def add_admin_routes(app: FastAPI, admin: Admin) -> None:
+    """Those of a single server, but for what is of one engine alone."""
+    updates = FleetUpdates(admin)
+
+    @app.post("/admin/sleep")
+    async def sleep(request: Request) -> dict[str, str]:
+        admin.check(request)
+        await admin.sleep()
+        return {"status": "asleep"}
+
+    @app.post("/admin/wake")
+    async def wake(request: Request) -> dict[str, str]:
+        admin.check(request)
+        await admin.wake()
+        return {"status": "serving"}
+
+    @app.post("/admin/reset_prefix_cache")
+    async def reset_prefix_cache(request: Request) -> dict[str, str]:
+        admin.check(request)
+        await admin.reset_prefix_cache()
+        return {"status": "serving" if admin.fleet.is_ready else "unavailable"}
+
+    @app.post("/admin/update_weights")
+    async def update_weights(request: Request) -> Response:
+        fields = await _fields(admin, request)
+        running = _running(fields)
+        begun = await updates.begin("/admin/update_weights", fields | {"commit": False})
+        if begun.status_code != 200 or fields.get("commit") is False:
+            return begun
+        return await updates.commit(json.loads(bytes(begun.body))["id"], running)
+
+    @app.post("/admin/weight_update")
+    async def begin(request: Request) -> Response:
+        return await updates.begin("/admin/weight_update", await _fields(admin, request))
+
+    @app.get("/admin/weight_update/{update_id}")
+    async def progress(request: Request, update_id: str) -> Response:
+        admin.check(request)
+        return await updates.ask(update_id, "GET")
+
+    @app.delete("/admin/weight_update/{update_id}")
+    async def abort(request: Request, update_id: str) -> dict[str, str]:
+        admin.check(request)
+        await updates.abort(update_id)
+        return {"id": update_id, "status": "aborted"}
+
+    @app.post("/admin/weight_update/{update_id}/bytes")
+    async def upload_bytes(request: Request, update_id: str) -> Response:
+        admin.check(request)
+        size, timeout_s = admin.config.max_bucket_bytes, admin.config.update_timeout_s
+        limits = dataclasses.replace(admin.config, max_body_bytes=size, body_timeout_s=timeout_s)
+        data = await read_bytes(request, limits)
+        what = f"/bytes?offset={quote(request.query_params.get('offset', ''))}"
+        return await updates.ask(update_id, "POST", what, data, request.headers.get("content-type", ""))
+
+    @app.post("/admin/weight_update/{update_id}/verify")
+    async def verify(request: Request, update_id: str) -> Response:
+        admin.check(request)
+        return await updates.ask(update_id, "POST", "/verify")
+
+    @app.post("/admin/weight_update/{update_id}/commit")
+    async def commit(request: Request, update_id: str) -> Response:
+        fields = await _fields(admin, request)
+        if other := sorted({*fields} - {"running"}):
+            raise ApiError(
+                400, f"{other[0]} is not for a router's commit; send running alone", other[0], "unknown_field"
+            )
+        return await updates.commit(update_id, _running(fields))
+
+    @app.api_route("/admin/{path:path}", methods=["GET", "POST", "DELETE"])
+    async def refuse(request: Request, path: str) -> None:
+        admin.check(request)
+        raise ApiError(
+            501,
+            f"/admin/{path} addresses one engine, and a replica that starts again would not know of it; start one "
+            "octavo serve a GPU without --data-parallel-size, and send it to each of them",
+            code="not_with_replicas",
+        )
+
+
+async def _fields(admin: Admin, request: Request) -> dict[str, Any]:
+    """The fields of a request with the admin key; replicas check them."""
+    admin.check(request)
+    body = await read_bytes(request, admin.config)
+    if body:
+        check_json(request)
+    try:
+        fields = json.loads(body or b"{}")
+    except ValueError as error:
+        raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from None
+    if not isinstance(fields, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    return fields
+
+
+def _running(fields: dict[str, Any]) -> RunningPolicy:
+    running: RunningPolicy = fields.get("running", "wait")
+    check_policy(running)
+    return running

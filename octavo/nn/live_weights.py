@@ -24,6 +24,7 @@ from octavo.nn.weights.operands import (
     ranges_of,
 )
 from octavo.nn.weights.plain import drop_plain_sources
+from octavo.nn.weights.slices import Slices
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
 from octavo.ops.quantize import quantize
@@ -66,8 +67,14 @@ def live_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def own_slices(module: nn.Module, name: str, whole: torch.Tensor) -> torch.Tensor:
     """What a module holds of a whole parameter: itself, but for a linear that is cut among ranks."""
+    slices = slices_of(module, name)
+    return whole if slices is None else slices.of_values(whole)
+
+
+def slices_of(module: nn.Module, name: str) -> Slices | None:
+    """Where what a module holds of a parameter lies in the whole one; None for all of it."""
     owner = module.get_submodule(name.rpartition(".")[0])
-    return whole if not isinstance(owner, Linear) or owner.slices is None else owner.slices.of_values(whole)
+    return owner.slices if isinstance(owner, Linear) else None
 
 
 def make_tensors(

@@ -15,7 +15,7 @@ from octavo.models.checkpoint import bf16, kv_scales, scaled_weight
 from octavo.models.checkpoint.kv_scales import KVScales
 from octavo.models.checkpoint.layout import BF16, E8M0, F16, F32, Layout
 from octavo.models.checkpoint.names import ParameterNames, is_ignored, parameter_names
-from octavo.models.checkpoint.safetensors_io import SafetensorsReader, TensorEntry, check_finite
+from octavo.models.checkpoint.safetensors_io import Place, SafetensorsReader, TensorEntry, check_finite
 from octavo.models.decoder import Decoder
 from octavo.nn import DELAYED_BUFFERS, Linear
 from octavo.nn.live_weights import keeps_codes, live_tensors, make_tensors, own_slices, pin_codes
@@ -56,8 +56,9 @@ class _ArrivedTensors(SafetensorsReader):
         self._held[name] = tensor
         self.entries[name] = TensorEntry(name, tensor.dtype, tuple(tensor.shape), _PATH)
 
-    def load(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+    def load(self, name: str, device: torch.device | str = "cpu", place: Place | None = None) -> torch.Tensor:
         """The tensor itself, where it is; add has checked it."""
+        assert place is None, "tensors arrive whole"
         return self._held[name]
 
     def drop(self, names: Iterable[str]) -> None:

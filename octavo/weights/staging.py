@@ -24,7 +24,7 @@ from octavo.numerics import QuantizedTensor
 from octavo.numerics.scaling import reciprocal
 
 _PATH = Path("weight update")  # how errors name what came
-_HEAD = "lm_head.weight"
+_HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 _WEIGHT_SCALES, _INPUT_SCALES = ("weight_scale_inv", "weight_scale"), ("input_scale", "activation_scale")
 _NUM_NAMED = 4  # names in an error's text
 
@@ -357,8 +357,8 @@ class WeightStaging:
     def _check_tied_head(self) -> None:
         if _HEAD not in self._arrived.entries or not self.model.config.tie_word_embeddings:
             return
-        head = self._arrived.load(_HEAD).to(self.model.dtype).to(self.device)
-        if not torch.equal(head, self._tensors["embed_tokens.weight"]):
+        head = own_slices(self.model, _EMBEDDING, self._arrived.load(_HEAD)).to(self.model.dtype).to(self.device)
+        if not torch.equal(head, self._tensors[_EMBEDDING]):
             raise CheckpointError(f"{_PATH}: {_HEAD} differs from the embedding, but the model ties them")
 
 

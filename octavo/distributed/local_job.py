@@ -39,6 +39,11 @@ def join(store: TCPStore, rank: int, size: int, device: torch.device) -> TensorG
     return TensorGroup.of()
 
 
+def future_group(rank: int, size: int) -> TensorGroup:
+    """The group that join gives, before the ranks meet: a model can be cut, and not yet compute."""
+    return TensorGroup(None, rank, size)
+
+
 def new_host_group() -> Any:
     """A group of all ranks over gloo, for a thread with collectives of its own; all of them come here."""
     return dist.new_group(backend="gloo", timeout=_TIMEOUT)

@@ -1,7 +1,6 @@
 """Decoder: the one model definition that trains, scores and samples; who attends to what is the context's affair."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from octavo.deprecation import former_keywords
@@ -28,6 +27,7 @@ from octavo.nn import (
     mark_weights_updated,
 )
 from octavo.nn.conversion import is_ignored
+from octavo.nn.cut_embedding import embed
 from octavo.nn.fusion import FusedLayer
 from octavo.nn.overrides import refuse_text
 from octavo.numerics import Numerics
@@ -55,7 +55,7 @@ class Decoder(FusedLayer):
         conversion_report: what set_numerics last did to each linear, None before.
         weight_version: grows by one at each commit of new weights.
         kv_scales: known scales of the KV cache that a checkpoint came with, one KVScales a layer, or none.
-        tensor_group: the ranks among which its linears are cut (octavo.parallel.parallelize), or None.
+        tensor_group: the ranks among which linears and vocabulary are cut (octavo.parallel.parallelize), or None.
         token_shards: how these cut the tokens between linears where gradients are enabled, or None.
         kv_table: the scales that trainer and engine write K and V under where numerics.kv_scales asks for one of each a
             layer, else None; set_numerics makes it.
@@ -167,12 +167,10 @@ class Decoder(FusedLayer):
                 f"token_ids must be the context's packed tokens {tuple(context.positions.shape)}, got shape "
                 f"{tuple(token_ids.shape)}; sequences follow each other without padding"
             )
-        embedded = F.embedding(token_ids, self.embed_tokens.weight)  # [T, hidden_size]
         shards = self.token_shards if torch.is_grad_enabled() else None
-        if shards is not None:  # the gradient comes back whole, so that the embedding's is the same on all ranks
+        if shards is not None:
             shards.num_tokens = len(token_ids)
-            embedded = shards.own(embedded)
-        x: torch.Tensor | RowShare = embedded
+        x: torch.Tensor | RowShare = embed(self.embed_tokens, token_ids, shards)  # [T, hidden_size]
         addend: torch.Tensor | PartialRows | None = None
         for layer in self.layers:
             if not torch.is_grad_enabled() and self.fuses(layer):
@@ -202,8 +200,9 @@ class Decoder(FusedLayer):
 
     @property
     def head_group(self) -> TensorGroup | None:
-        """The ranks among which lm_head's rows are cut, or None: head_weight and head_bias are this rank's rows."""
-        return self.tensor_group if self.lm_head is not None and self.lm_head.is_cut else None
+        """The ranks among which the head's rows are cut, or None: head_weight and head_bias are this rank's rows."""
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return self.tensor_group if getattr(head, "is_cut", False) else None
 
     @property
     def head_weight(self) -> torch.Tensor:

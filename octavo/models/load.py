@@ -1,7 +1,7 @@
 """load_model: a Decoder from a checkpoint directory, or a new one from a ModelConfig, under given numerics."""
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -10,15 +10,14 @@ from octavo.deprecation import former_keywords
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models.checkpoint import record
 from octavo.models.checkpoint.dialects import newest_model, read_config, read_layout
-from octavo.models.checkpoint.names import ParameterNames, parameter_names
-from octavo.models.checkpoint.scaled_weight import fit
-from octavo.models.checkpoint.stored import Part, StoredWeights, read_stored
+from octavo.models.checkpoint.names import parameter_names
+from octavo.models.checkpoint.stored import StoredWeights, read_stored
 from octavo.models.config import ModelConfig
 from octavo.models.decoder import Decoder
 from octavo.models.device import check_device
-from octavo.models.initial import initial_weights
-from octavo.nn import Linear, load_fp8_state_dict
-from octavo.numerics import Numerics, QuantizedTensor, Recipe, get_recipe
+from octavo.models.fill import fill
+from octavo.nn import load_fp8_state_dict
+from octavo.numerics import Numerics, Recipe, get_recipe
 from octavo.ops._runtime.recipe_support import require_recipe
 
 AUTO_RECIPE = "auto"
@@ -40,6 +39,7 @@ def load_model(
     keep_codes_only: bool = False,
     allow_unused: Collection[str] = (),
     allow_missing: Collection[str] = (),
+    cut: Callable[[Decoder], object] | None = None,
 ) -> Decoder:
     """Load a checkpoint, or make a new model.
 
@@ -68,6 +68,11 @@ def load_model(
             precision keep their weights, and so does a new model.
         allow_unused: Hugging Face names, with wildcards, of tensors and scales that may be left over in the files.
         allow_missing: those that may be lacking. A linear that lacks its input scale runs in high precision.
+        cut: called with the model in its numerics, before a checkpoint's values are read: `lambda model:
+            octavo.parallel.parallelize(model, mesh)`. Of the files no more is then read than this rank keeps, but for
+            weights whose share alone does not have their bits, which are read whole, one at a time: those that are
+            quantized now under scales that ranks share (tensorwise; rowwise, of what "reduce" cuts by columns), and
+            codes in blocks that are cut where they are decoded.
     Returns:
         The model; its conversion_report says what runs in FP8 and why, kv_scales what the files say of the KV cache.
     Raises:
@@ -86,6 +91,8 @@ def load_model(
         require_recipe(asked, torch.device(device))
         model = Decoder(path_or_config, dtype=dtype or torch.bfloat16, device=device, seed=seed)
         model.set_numerics(numerics)
+        if cut is not None:
+            cut(model)
         return model
     path = newest_model(Path(path_or_config))
     asked = read_layout(path, read_config(path)).recipe if recipe == AUTO_RECIPE else get_recipe(recipe)
@@ -100,13 +107,15 @@ def load_model(
     used = numerics.recipe
     needs_values = used.has_state or used.is_emulated or used.high_precision_gemms or not used.is_fp8
     keeps_codes = keep_codes_only and not needs_values
-    _fill(
-        model, stored, numerics.recipe, device, ignore=ignore, seed=seed, trainable=trainable, keeps_codes=keeps_codes
-    )
+    if cut is not None:
+        model.set_numerics(numerics, ignore=ignore)  # whose blocks are not cut
+        cut(model)
+    fill(model, stored, numerics.recipe, device, ignore=ignore, seed=seed, trainable=trainable, keeps_codes=keeps_codes)
     if numerics.recipe.has_state:
         load_fp8_state_dict(model, record.read_recipe_state(path))
     model.to(device)
-    model.set_numerics(numerics, ignore=ignore)
+    if cut is None:
+        model.set_numerics(numerics, ignore=ignore)
     model.weight_version = known.weight_version if known else 0
     model.kv_scales = stored.kv_scales
     return model
@@ -128,88 +137,3 @@ def _high_precision_linears(stored: StoredWeights, known: record.Record | None, 
     if stored.layout.weight is None:
         return ()
     return tuple(linear for linear, p in zip(linears, weights, strict=True) if not stored.is_quantized(p))
-
-
-def _fill(
-    model: Decoder,
-    stored: StoredWeights,
-    recipe: Recipe,
-    device: torch.device | str,
-    *,
-    ignore: tuple[str, ...],
-    seed: int,
-    trainable: bool,
-    keeps_codes: bool,
-) -> None:
-    """Put the stored weights into a model without values, one after the other.
-
-    device: where they are read to, checked and put together. keeps_codes: high-precision weights are quantized before
-    the next one is touched.
-    """
-    weights, decoded = {}, []
-    for parameter in parameter_names(stored.config):
-        linear_name = parameter.name.removesuffix(".weight")
-        takes_codes = parameter.is_linear_weight and not trainable and linear_name not in ignore
-        parts = stored.read(parameter, device)
-        codes = _fitting_codes(parts, recipe) if takes_codes else None
-        if codes is not None:
-            _linear(model, linear_name).load_quantized(codes)
-            continue
-        if any(isinstance(part, QuantizedTensor) for part in parts):
-            decoded.append(linear_name)
-        weight = _decode(parameter, parts, model, seed, device)
-        if takes_codes and keeps_codes:
-            linear = _linear(model, linear_name)
-            linear.weight = torch.nn.Parameter(weight, requires_grad=False)
-            linear.keep_codes_only(recipe)
-        else:
-            weights[parameter.name] = weight
-    model.load_state_dict(weights, assign=True)
-    for linear_name, scale in stored.input_scales.items():
-        _linear(model, linear_name).set_input_scale(scale)
-    if decoded:
-        _warn_of_decoded(decoded, model.dtype, recipe, ignore, trainable)
-    if any(isinstance(module, Linear) and module.weight is None for module in model.modules()):
-        model.requires_grad_(False)
-
-
-def _fitting_codes(parts: list[Part | None], recipe: Recipe) -> list[QuantizedTensor] | None:
-    """A parameter's codes as a recipe's operands, bits unchanged; None where it has none or the recipe takes others."""
-    codes = [part for part in parts if isinstance(part, QuantizedTensor)]
-    if len(codes) != len(parts) or recipe.weight is None or recipe.has_state or recipe.is_emulated:
-        return None
-    fitted = [q for q in (fit(part, recipe.weight) for part in codes) if q is not None]
-    return fitted if len(fitted) == len(codes) else None
-
-
-def _linear(model: Decoder, name: str) -> Linear:
-    linear = model.get_submodule(name)
-    assert isinstance(linear, Linear), name
-    return linear
-
-
-def _warn_of_decoded(
-    names: list[str], dtype: torch.dtype, recipe: Recipe, ignore: tuple[str, ...], trainable: bool
-) -> None:
-    """One warning a reason for codes that the model does not keep."""
-    kept_out = [name for name in names if not trainable and (name in ignore or name == "lm_head")]
-    others = [name for name in names if name not in kept_out]
-    why = f"recipe {recipe.name!r} does not take them as they are; pass recipe='auto' to keep them"
-    why = "gradients need parameters" if trainable else why
-    for reason, group in ((why, others), (f"in high precision: {', '.join(kept_out[:4])}", kept_out)):
-        if group:
-            were = "1 FP8 weight was" if len(group) == 1 else f"{len(group)} FP8 weights were"
-            warnings.warn(f"{were} decoded to {dtype}: {reason}", stacklevel=5)
-
-
-def _decode(
-    parameter: ParameterNames, parts: list[Part | None], model: Decoder, seed: int, device: torch.device | str
-) -> torch.Tensor:
-    """A parameter in the model's dtype; what the files lack is initialised."""
-    decoded = {}
-    for (hf_name, _), part in zip(parameter.parts, parts, strict=True):
-        if part is None:
-            initial = initial_weights(model.config, dtype=model.dtype, seed=seed)[parameter.name]
-            part = parameter.split(initial)[hf_name].to(device)
-        decoded[hf_name] = part.dequantize(model.dtype) if isinstance(part, QuantizedTensor) else part.to(model.dtype)
-    return parameter.merge(decoded)

@@ -14,6 +14,7 @@ from octavo.distributed.tensor_group import PartialRows, TensorGroup
 from octavo.distributed.token_shards import TokenShards
 from octavo.errors import ConfigError, RecipeError, ShapeError
 from octavo.nn.autocast_context import effective_recipe
+from octavo.nn.cut_embedding import CutEmbedding
 from octavo.nn.functional.linear import quantize_input
 from octavo.nn.fusion import fusable
 from octavo.nn.linear import Linear
@@ -317,7 +318,7 @@ def parameter_cuts(model: nn.Module) -> dict[str, Cut]:
     """
     cuts = {}
     for name, module in model.named_modules():
-        if not isinstance(module, CutLinear):
+        if not isinstance(module, CutLinear | CutEmbedding):
             continue
         if module.cut is None:
             raise ConfigError(
@@ -325,7 +326,7 @@ def parameter_cuts(model: nn.Module) -> dict[str, Cut]:
                 "models that octavo.parallel.parallelize has cut"
             )
         cuts[f"{name}.weight"] = module.cut
-        if module.cut_dim == "out":
+        if isinstance(module, CutLinear) and module.cut_dim == "out":
             cuts[f"{name}.bias"] = module.cut.vector
     return cuts
 
@@ -334,9 +335,9 @@ def sliced_parameters(model: nn.Module) -> tuple[TensorGroup | None, frozenset[s
     """(the tensor-parallel ranks or None, names of the parameters of which each has a slice)."""
     group, names = None, set()
     for name, module in model.named_modules():
-        if isinstance(module, CutLinear):
+        if isinstance(module, CutLinear | CutEmbedding):
             group = module.tensor_group
             names.add(f"{name}.weight")
-            if module.cut_dim == "out":
+            if isinstance(module, CutLinear) and module.cut_dim == "out":
                 names.add(f"{name}.bias")
     return group, frozenset(names)

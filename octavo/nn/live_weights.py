@@ -12,6 +12,7 @@ from torch import nn
 from octavo.errors import RecipeError
 from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.autocast_linear import held_linears
+from octavo.nn.cut_embedding import CutEmbedding
 from octavo.nn.finite_weights import check_finite_weights
 from octavo.nn.linear import Linear
 from octavo.nn.weights.delayed import DelayedState
@@ -66,15 +67,15 @@ def live_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def own_slices(module: nn.Module, name: str, whole: torch.Tensor) -> torch.Tensor:
-    """What a module holds of a whole parameter: itself, but for a linear that is cut among ranks."""
+    """What a module holds of a whole parameter: itself, but for what is cut among ranks."""
     slices = slices_of(module, name)
     return whole if slices is None else slices.of_values(whole)
 
 
 def slices_of(module: nn.Module, name: str) -> Slices | None:
-    """Which rows and columns a module holds of a parameter; None for all of them."""
+    """Where what a module holds of a parameter lies in the whole one; None for all of it."""
     owner = module.get_submodule(name.rpartition(".")[0])
-    return owner.slices if isinstance(owner, Linear) else None
+    return owner.slices if isinstance(owner, Linear | CutEmbedding) else None
 
 
 def make_tensors(

@@ -23,6 +23,7 @@ from octavo.nn import (
     SparseMoE,
     plan_fusion,
 )
+from octavo.nn.cut_embedding import CutEmbedding
 from octavo.nn.cut_linear import ColumnLinear, CutLinear, RowLinear, TensorMode, check_mode
 from octavo.nn.weights.slices import Slices
 from octavo.ops.adamw import BLOCK
@@ -67,8 +68,8 @@ def parallelize(
     """Keep this rank's slices of a Decoder's linears and let it compute with the other ranks of its group.
 
     Attention is cut by KV head (KV heads that are fewer than ranks are repeated), gate and up by column, o_proj and
-    down_proj by row or column as mode says, lm_head by vocabulary where the ranks divide it. Norms, experts and
-    embedding (a head tied to it too) stay whole on every rank. All ranks call the model with the same tokens; hidden
+    down_proj by row or column as mode says, embedding and lm_head by vocabulary where the ranks divide it. Norms and
+    experts stay whole on every rank. All ranks call the model with the same tokens; hidden
     states, logits and samples are the same on all of them.
 
     Args:
@@ -112,12 +113,14 @@ def parallelize(
     check_equal(whole, group.group, model.device)
     blocks = [block for block in model.modules() if isinstance(block, Attention | MLP | GeluMLP)]
     plans = [plan for block in blocks for plan in _plans(block, group, mode)]  # all is checked before anything changes
-    if model.lm_head is not None and _is_head_cut(model.lm_head, group):
+    if model.lm_head is not None and _is_vocabulary_cut(model.lm_head.weight, model.lm_head.bias, group):
         rows = (_own(model.lm_head.out_features, group, "lm_head"),)
         plans.append((model, "lm_head", model.lm_head, rows, slice(0, model.lm_head.in_features), ColumnLinear))
     made = [(*plan[:2], _cut(*plan[2:], group, mode)) for plan in plans]
     for block, name, linear in made:
         setattr(block, name, linear)
+    if _is_vocabulary_cut(model.embed_tokens.weight, None, group):
+        model.embed_tokens = _cut_embedding(model.embed_tokens, group)
     for block in blocks:
         if isinstance(block, Attention):
             _keep_heads(block, group)
@@ -163,10 +166,19 @@ def _plans(
     return plans
 
 
-def _is_head_cut(head: Linear, group: TensorGroup) -> bool:
-    """Not where ranks do not divide the vocabulary, or would cut elements that share an 8-bit moment's scale."""
-    own, rest = divmod(head.out_features, group.size)
-    return not rest and own * head.in_features % BLOCK == 0 and (head.bias is None or own % BLOCK == 0)
+def _is_vocabulary_cut(weight: torch.Tensor | None, bias: torch.Tensor | None, group: TensorGroup) -> bool:
+    """Of head or embedding [V, K]; not where the ranks do not divide V, or would cut an 8-bit moment's scale."""
+    assert weight is not None, "neither is ever quantized"
+    own, rest = divmod(weight.shape[0], group.size)
+    return not rest and own * weight.shape[1] % BLOCK == 0 and (bias is None or own % BLOCK == 0)
+
+
+def _cut_embedding(embedding: nn.Embedding, group: TensorGroup) -> CutEmbedding:
+    """An embedding that holds this rank's rows of another one."""
+    num_rows, width = embedding.weight.shape
+    slices = Slices((num_rows,), (_own(num_rows, group, "embed_tokens"),), slice(0, width))
+    weight = _parameter(embedding.weight, slices.of_values(embedding.weight.detach()))
+    return CutEmbedding(weight, slices, group).train(embedding.training)
 
 
 def _own(num: int, group: TensorGroup, what: str, start: int = 0) -> slice:
@@ -248,7 +260,7 @@ def _cut(
     return made
 
 
-def _parameter(like: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+def _parameter(like: torch.Tensor, values: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(values, requires_grad=like.requires_grad)
 
 

@@ -31,7 +31,7 @@ from octavo.serve.model_choice import (
 from octavo.serve.outputs import RequestOutput
 from octavo.serve.prompts import Conversation, Prompt, encode_prompt, params_of, plain_message, plain_prompt
 from octavo.serve.sampling_params import SamplingParams
-from octavo.serve.tensor_workers import EngineOrder, LeadingEngine, TensorParallel, chosen_device, rank_device
+from octavo.serve.tensor_workers import EngineOrder, LeadingEngine, TensorParallel, chosen_device
 from octavo.weights.disk import stage_checkpoint
 from octavo.weights.manifest import manifest_of
 from octavo.weights.update import RunningPolicy, WeightUpdate, check_policy
@@ -375,14 +375,7 @@ class LLM:
 def _start_ranks(order: EngineOrder) -> LeadingEngine:
     if order.tokenizer is not None and not isinstance(order.tokenizer, str | Path):
         raise ConfigError("with tensor_parallel_size > 1 the tokenizer must be a path, which every rank reads")
-    quantization, kv_cache_dtype, exact, device, *rest = order.asked
-    own = rank_device(chosen_device(device), 0)
-
-    def load() -> tuple[Decoder, Tokenizer | None]:
-        model = load_for_inference(order.path, quantization, kv_cache_dtype, exact, own, *rest)
-        return model, None if order.tokenizer is None else load_tokenizer(order.tokenizer)
-
-    return LeadingEngine.start(order, own, load)
+    return LeadingEngine.start(order)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Which model an LLM is of and how it computes: a checkpoint that is loaded as asked, or a Decoder that must agree."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -135,8 +136,10 @@ def load_for_inference(
     attention_dtype: str,
     dtype: torch.dtype | None,
     kv_scales: str,
+    *,
+    cut: Callable[[Decoder], None] | None = None,
 ) -> Decoder:
-    """Load a checkpoint for inference under the numerics asked for."""
+    """Load a checkpoint for inference under the numerics asked for; cut is load_model's."""
     return load_model(
         path,
         device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
@@ -147,6 +150,7 @@ def load_for_inference(
         kv_scales="per_token_head" if kv_scales == "auto" else kv_scales,
         dtype=dtype,
         keep_codes_only=True,
+        cut=cut,
     )
 
 

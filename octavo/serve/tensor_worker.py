@@ -16,13 +16,10 @@ from typing import Any
 from octavo.distributed import local_job
 from octavo.distributed.agreement import check_versions
 from octavo.errors import LostWeightsError, OctavoError
-from octavo.models.tokenizer import load_tokenizer
-from octavo.parallel import parallelize
 from octavo.serve.engine import Engine
 from octavo.serve.engine.request import RequestState
-from octavo.serve.model_choice import load_for_inference
 from octavo.serve.tensor_updates import UpdateFollower
-from octavo.serve.tensor_workers import EngineOrder, chosen_device, rank_device
+from octavo.serve.tensor_workers import EngineOrder, rank_device
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +49,10 @@ def main(arguments: list[str]) -> None:
 
 def build(order: EngineOrder, rank: int, port: int, on_loaded: Any) -> tuple[Engine, UpdateFollower]:
     """This rank's engine, and what brings it new weights."""
-    quantization, kv_cache_dtype, exact, device, *rest = order.asked
-    own = rank_device(chosen_device(device), rank)
-    model = load_for_inference(order.path, quantization, kv_cache_dtype, exact, own, *rest)
-    tokenizer = None if order.tokenizer is None else load_tokenizer(order.tokenizer)
+    model, tokenizer = order.load(rank)
     on_loaded()
-    group = local_job.join(local_job.connect(port), rank, order.parallel.size, own)
+    local_job.join(local_job.connect(port), rank, order.parallel.size, order.device(rank))
     updates = UpdateFollower(model, local_job.new_host_group(), lambda device: rank_device(device, rank))
-    parallelize(model, group, mode=order.parallel.mode)
     return Engine(model, tokenizer, order.config, order.eos_ids), updates
 
 

@@ -22,14 +22,16 @@ import torch
 
 from octavo.distributed import local_job
 from octavo.distributed.agreement import versions
-from octavo.distributed.tensor_group import TensorGroup
 from octavo.errors import BackendError, ConfigError, OctavoError, RequestError
+from octavo.models import Decoder
 from octavo.models.device import check_device
+from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.nn.cut_linear import TensorMode
 from octavo.parallel import parallelize
 from octavo.serve.engine import Engine, EngineConfig
 from octavo.serve.engine.request import LostRankError, RequestState
 from octavo.serve.engine.sequence import Sequence
+from octavo.serve.model_choice import load_for_inference
 from octavo.serve.tensor_updates import LeadingUpdate, UpdateChannel
 from octavo.weights.update import RunningPolicy, WeightUpdate
 
@@ -88,13 +90,27 @@ class EngineOrder:
     eos_ids: tuple[int, ...]
     parallel: TensorParallel
 
+    def load(self, rank: int) -> tuple[Decoder, Tokenizer | None]:
+        """A rank's slices of the model, and the tokenizer; the ranks need not have met."""
+        quantization, kv_cache_dtype, exact, _, *rest = self.asked
+        asked = quantization, kv_cache_dtype, exact, self.device(rank), *rest
+        model = load_for_inference(self.path, *asked, cut=lambda model: self._cut(model, rank))
+        return model, None if self.tokenizer is None else load_tokenizer(self.tokenizer)
+
+    def device(self, rank: int) -> torch.device:
+        """A rank's own."""
+        return rank_device(chosen_device(self.asked[3]), rank)
+
+    def _cut(self, model: Decoder, rank: int) -> None:
+        report = parallelize(model, local_job.future_group(rank, self.parallel.size), mode=self.parallel.mode)
+        logger.info("%d tensor-parallel ranks: %s", self.parallel.size, report)
+
 
 class TensorWorkers:
     """The processes of ranks 1 to N - 1; they end with this object, and with this process.
 
     Args:
         order: for each of them.
-        device: of rank 0.
 
     Attributes:
         updates: brings them new weights; after join.
@@ -102,8 +118,8 @@ class TensorWorkers:
 
     updates: UpdateChannel
 
-    def __init__(self, order: EngineOrder, device: torch.device) -> None:
-        self.size, self._device = order.parallel.size, device
+    def __init__(self, order: EngineOrder) -> None:
+        self.size, self._device = order.parallel.size, order.device(0)
         self._store = local_job.open_store()
         self._ends: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -147,14 +163,13 @@ class TensorWorkers:
             if kind != "loaded":
                 raise BackendError(f"tensor-parallel rank {rank}: {text}")
 
-    def join(self) -> TensorGroup:
-        """The group of all ranks."""
-        group = local_job.join(self._store, 0, self.size, self._device)
+    def join(self) -> None:
+        """Let all ranks meet."""
+        local_job.join(self._store, 0, self.size, self._device)
         self.updates = UpdateChannel(self._update_ends, local_job.new_host_group(), self.explain)
         if self._device.type == "cuda":
             # a kernel that waits for a dead rank's message never ends, and nothing can interrupt it
             threading.Thread(target=_watch, args=(self._processes, self._is_closing), daemon=True).start()
-        return group
 
     def tell(self, *call: Any) -> None:
         """Send a call to all; a rank that is gone is an error.
@@ -212,22 +227,19 @@ class LeadingEngine(Engine):
     _update: WeightUpdate | None = None
 
     @classmethod
-    def start(cls, order: EngineOrder, device: torch.device, load: Callable[[], Any]) -> "LeadingEngine":
-        """Start the workers, load and cut the model on every rank, and build the engines.
+    def start(cls, order: EngineOrder) -> "LeadingEngine":
+        """Start the workers, load each rank's slices of the model, and build the engines.
 
-        Args:
-            load: gives this rank's (Decoder, tokenizer).
         Raises:
             ConfigError: see TensorParallel, parallelize and Engine.
             ShapeError: see parallelize.
             BackendError: a worker has failed.
         """
-        workers = TensorWorkers(order, device)
+        workers = TensorWorkers(order)
         try:
-            model, tokenizer = load()
+            model, tokenizer = order.load(0)
             workers.wait_until_loaded()
-            report = parallelize(model, workers.join(), mode=order.parallel.mode)
-            logger.info("%d tensor-parallel ranks: %s", order.parallel.size, report)
+            workers.join()
             engine = cls(model, tokenizer, order.config, order.eos_ids)
         except BaseException as error:
             try:

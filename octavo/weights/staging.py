@@ -15,7 +15,7 @@ from octavo.models.checkpoint import bf16, kv_scales, scaled_weight
 from octavo.models.checkpoint.kv_scales import KVScales
 from octavo.models.checkpoint.layout import BF16, E8M0, F16, F32, Layout
 from octavo.models.checkpoint.names import ParameterNames, is_ignored, parameter_names
-from octavo.models.checkpoint.safetensors_io import SafetensorsReader, TensorEntry, check_finite
+from octavo.models.checkpoint.safetensors_io import Place, SafetensorsReader, TensorEntry, check_finite
 from octavo.models.decoder import Decoder
 from octavo.nn import DELAYED_BUFFERS, Linear
 from octavo.nn.live_weights import keeps_codes, live_tensors, make_tensors, own_slices, pin_codes
@@ -24,7 +24,7 @@ from octavo.numerics import QuantizedTensor
 from octavo.numerics.scaling import reciprocal
 
 _PATH = Path("weight update")  # how errors name what came
-_HEAD = "lm_head.weight"
+_HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 _WEIGHT_SCALES, _INPUT_SCALES = ("weight_scale_inv", "weight_scale"), ("input_scale", "activation_scale")
 _NUM_NAMED = 4  # names in an error's text
 
@@ -56,8 +56,9 @@ class _ArrivedTensors(SafetensorsReader):
         self._held[name] = tensor
         self.entries[name] = TensorEntry(name, tensor.dtype, tuple(tensor.shape), _PATH)
 
-    def load(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+    def load(self, name: str, device: torch.device | str = "cpu", place: Place | None = None) -> torch.Tensor:
         """The tensor itself, where it is; add has checked it."""
+        assert place is None, "tensors arrive whole"
         return self._held[name]
 
     def drop(self, names: Iterable[str]) -> None:
@@ -356,8 +357,8 @@ class WeightStaging:
     def _check_tied_head(self) -> None:
         if _HEAD not in self._arrived.entries or not self.model.config.tie_word_embeddings:
             return
-        head = self._arrived.load(_HEAD).to(self.model.dtype).to(self.device)
-        if not torch.equal(head, self._tensors["embed_tokens.weight"]):
+        head = own_slices(self.model, _EMBEDDING, self._arrived.load(_HEAD)).to(self.model.dtype).to(self.device)
+        if not torch.equal(head, self._tensors[_EMBEDDING]):
             raise CheckpointError(f"{_PATH}: {_HEAD} differs from the embedding, but the model ties them")
 
 

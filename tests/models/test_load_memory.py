@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from octavo.errors import ConfigError, RecipeError
 from octavo.models import Decoder, ModelConfig, load_model, save_model, sequence_logprobs
-from octavo.models.checkpoint.safetensors_io import SafetensorsReader
+from octavo.models.checkpoint.safetensors_io import Place, SafetensorsReader
 from octavo.nn import Linear
 from octavo.testing import assert_bitwise
 
@@ -114,9 +114,11 @@ def test_weights_are_read_to_where_the_model_is(
     found: list[torch.device] = []
     load = SafetensorsReader.load
 
-    def loading(self: SafetensorsReader, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+    def loading(
+        self: SafetensorsReader, name: str, device: torch.device | str = "cpu", place: Place | None = None
+    ) -> torch.Tensor:
         found.append(torch.device(device))
-        return load(self, name, device)
+        return load(self, name, device, place)
 
     monkeypatch.setattr(SafetensorsReader, "load", loading)
     model = load_model(checkpoint, device=device, recipe="blockwise", keep_codes_only=is_kept)

@@ -49,3 +49,13 @@ def test_a_gpu_gets_them_while_its_memory_is_reused(tmp_path: Path) -> None:
             out = torch.empty(4000, dtype=torch.uint8, device="cuda")
             reader.read(tmp_path / "a", first, out)
             assert_bitwise((out ^ 1).cpu(), data[first : first + 4000] ^ 1)
+
+
+@pytest.mark.parametrize(("width", "num_rows"), [(1, 7), (30, 1), (30, 3), (30, 11), (100, 2)])
+def test_rows_come_from_places_of_their_own(width: int, num_rows: int, tmp_path: Path, device: torch.device) -> None:
+    data, stride = make_file(tmp_path / "a", 5 + 120 * num_rows), 120
+    out = torch.zeros(num_rows, width, dtype=torch.uint8, device=device)
+    ParallelReader(chunk_bytes=100).read(tmp_path / "a", 5, out, stride)
+    assert_bitwise(out.cpu(), data[5:].view(num_rows, stride)[:, :width].contiguous())
+    with pytest.raises(OSError, match="the file ends at byte"):
+        ParallelReader(chunk_bytes=100).read(tmp_path / "a", 5 + stride, out, stride)

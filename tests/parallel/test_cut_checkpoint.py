@@ -34,10 +34,14 @@ STATES = {
     "fp8": OptimizerSection(state_dtype="fp8"),
     "remainder": OptimizerSection(state_dtype="bf16", master_weights="remainder"),
 }
-FAMILIES = {"llama": {"attention_bias": True}, "gptj": {"rotary_dim": 64}}  # biases of rows that are cut
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", "attention_bias": True},  # biases of rows that are cut
+    "gptj": {"family": "gptj", "rotary_dim": 64},
+    "tied": {"family": "llama", "tie_word_embeddings": True},
+}
 CASES = [
     ("llama", "full", "reduce"),
-    ("llama", "fp8", "gather"),
+    ("tied", "fp8", "gather"),
     ("llama", "fp8", "reduce"),
     ("gptj", "remainder", "gather"),
     ("gptj", "fp8", "reduce"),
@@ -45,7 +49,7 @@ CASES = [
 
 
 def build(family: str, seed: int = 0, *, is_fp32: bool = False) -> Decoder:
-    model = Decoder(ModelConfig(family=family, **SIZES, **FAMILIES[family]), seed=seed)
+    model = Decoder(ModelConfig(**SIZES, **FAMILIES[family]), seed=seed)
     return model.float() if is_fp32 else model
 
 

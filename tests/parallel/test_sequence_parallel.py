@@ -108,7 +108,7 @@ def test_a_linear_over_own_tokens(linears: list[dict[str, Any]], kind: str, reci
 
 CASES = [("llama", recipe, exact) for recipe in ("bf16", "rowwise", "blockwise") for exact in (False, True)]
 CASES += [("qwen3", "rowwise", False), ("gptj", "blockwise", False), ("gptj", "bf16", False),
-          ("qwen3_moe", "blockwise", True)]  # fmt: skip
+          ("qwen3_moe", "blockwise", True), ("tied", "bf16", False)]  # fmt: skip
 
 
 def run_decoder(model: Decoder, num: int) -> dict[str, torch.Tensor]:

@@ -33,14 +33,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_heads": 4, "num_kv_heads": 4, "head_dim": 128, "qk_norm": True, "num_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 128,
     },
+    "tied": {"family": "llama", "num_heads": 4, "num_kv_heads": 4, "head_dim": 128, "tie_word_embeddings": True},
 }  # fmt: skip
 
 
 def make(family: str = "llama", recipe: str = "blockwise", *, exact: bool = False, hidden_size: int = 256) -> Decoder:
     """Exact ones have an FP8 cache."""
+    fields = {"family": family, "tie_word_embeddings": False} | FAMILIES[family]
     config = ModelConfig(
-        family=family, vocab_size=VOCAB, intermediate_size=512, num_layers=2, max_position_embeddings=128,
-        hidden_size=hidden_size, tie_word_embeddings=False, **FAMILIES[family],
+        vocab_size=VOCAB, intermediate_size=512, num_layers=2, max_position_embeddings=128, hidden_size=hidden_size,
+        **fields,
     )  # fmt: skip
     model = Decoder(config, seed=0)
     kv_cache_dtype = "fp8" if exact else "bf16"
@@ -101,6 +103,7 @@ CASES += [
     ("qwen3", "rowwise", True),
     ("gptj", "blockwise", True),
     ("qwen3_moe", "blockwise", True),
+    ("tied", "rowwise", True),
 ]
 
 
@@ -273,7 +276,6 @@ MICRO_BATCHES = 4
 _NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
 # what every rank has whole
 ALIKE = {
-    "embed_tokens.weight",
     "norm.weight",
     *(f"layers.{i}.{n}.weight" for i in (0, 1) for n in _NORMS),
 }
@@ -308,7 +310,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def training_job(rank: int, world: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for family, recipe, mode in (
-        ("llama", "blockwise", "gather"), ("llama", "blockwise", "reduce"), ("qwen3", "rowwise", "gather"),
+        ("llama", "blockwise", "gather"), ("tied", "blockwise", "reduce"), ("qwen3", "rowwise", "gather"),
         ("gptj", "bf16", "gather"), ("llama", "delayed", "reduce"), ("llama", "tensorwise", "reduce"),
     ):  # fmt: skip
         runs = []
@@ -332,7 +334,7 @@ def trained() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "case",
-    ["llama blockwise gather", "llama blockwise reduce", "qwen3 rowwise gather", "gptj bf16 gather",
+    ["llama blockwise gather", "tied blockwise reduce", "qwen3 rowwise gather", "gptj bf16 gather",
      "llama delayed reduce", "llama tensorwise reduce"],
 )  # fmt: skip
 def test_training_repeats_itself_and_stays_near_one_process(trained: list[dict[str, Any]], case: str) -> None:

@@ -3,15 +3,19 @@
 import torch
 
 from octavo.errors import CheckpointError
-from octavo.models.checkpoint.safetensors_io import SafetensorsReader
+from octavo.models.checkpoint.safetensors_io import Place, SafetensorsReader
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def read(
-    reader: SafetensorsReader, name: str, shape: tuple[int, ...], device: torch.device | str = "cpu"
+    reader: SafetensorsReader,
+    name: str,
+    shape: tuple[int, ...],
+    device: torch.device | str = "cpu",
+    place: Place | None = None,
 ) -> torch.Tensor:
-    """Read one tensor of known shape.
+    """Read one tensor of known shape, or a place of it.
 
     Returns:
         [shape] bf16, fp16 or fp32.
@@ -19,7 +23,7 @@ def read(
         CheckpointError: missing, of another shape (another architecture), of another dtype, or not finite.
     """
     check_tensor(reader, name, shape)
-    return reader.load(name, device)
+    return reader.load(name, device, place)
 
 
 def check_tensor(reader: SafetensorsReader, name: str, shape: tuple[int, ...]) -> None:

@@ -27,11 +27,13 @@ class ParallelReader:
         self._pool: ThreadPoolExecutor | None = None
         self._own = threading.local()  # a thread's pinned memory, and when its last copy is done
 
-    def read(self, file: Path, start: int, out: torch.Tensor) -> None:
+    def read(self, file: Path, start: int, out: torch.Tensor, stride: int = 1) -> None:
         """Fill out with the bytes of a file from start on.
 
         Args:
-            out: [N] uint8, contiguous, on a CPU or a GPU; there the current stream's work comes after the copies.
+            out: [N] uint8, contiguous, on a CPU or a GPU; there the current stream's work comes after the copies. Or
+                [n, m] with a stride, m at most chunk_bytes.
+            stride: bytes of the file from one of out's rows to the next; those between them are not read.
         Raises:
             OSError: the file cannot be read, or ends before that.
         """
@@ -39,16 +41,16 @@ class ParallelReader:
             self._files[file] = os.open(file, os.O_RDONLY)
         descriptor = self._files[file]
         stream = torch.cuda.current_stream(out.device) if out.is_cuda else None
-        firsts = range(0, out.numel(), self._chunk_bytes)
-        parts = [out[first : first + self._chunk_bytes] for first in firsts]
+        num = self._chunk_bytes if out.dim() == 1 else self._chunk_bytes // out.shape[1]
+        parts = [(start + first * stride, out[first : first + num], stride) for first in range(0, len(out), num)]
         if len(parts) == 1:
-            self._read_part(descriptor, start, parts[0], stream)
+            self._read_part(descriptor, *parts[0], stream)
             return
         if self._pool is None and parts:
             self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="octavo-read")
         under_way: list[Future[None]] = [
-            self._pool.submit(self._read_part, descriptor, start + first, part, stream)  # type: ignore[union-attr]
-            for first, part in zip(firsts, parts, strict=True)
+            self._pool.submit(self._read_part, descriptor, *part, stream)  # type: ignore[union-attr]
+            for part in parts
         ]
         for done in under_way:
             done.result()
@@ -60,17 +62,19 @@ class ParallelReader:
         _close(self._files)
         self._pool, self._own = None, threading.local()
 
-    def _read_part(self, descriptor: int, start: int, out: torch.Tensor, stream: "torch.cuda.Stream | None") -> None:
+    def _read_part(
+        self, descriptor: int, start: int, out: torch.Tensor, stride: int, stream: "torch.cuda.Stream | None"
+    ) -> None:
         if stream is None:
-            _fill(descriptor, start, out)
+            _fill(descriptor, start, out, stride)
             return
         own = self._own
         if not hasattr(own, "pinned"):
             own.pinned = torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=True)
             own.copied = torch.cuda.Event()
         own.copied.synchronize()
-        pinned = own.pinned[: out.numel()]
-        _fill(descriptor, start, pinned)
+        pinned = own.pinned[: out.numel()].view(out.shape)
+        _fill(descriptor, start, pinned, stride)
         with torch.cuda.stream(stream):
             out.copy_(pinned, non_blocking=True)
             own.copied.record()
@@ -82,9 +86,17 @@ def _close(files: dict[Path, int]) -> None:
         os.close(files.popitem()[1])
 
 
-def _fill(descriptor: int, start: int, out: torch.Tensor) -> None:
-    """Fill a CPU's uint8 tensor from a place in a file."""
-    memory = memoryview(out.numpy())  # type: ignore[arg-type]
+def _fill(descriptor: int, start: int, out: torch.Tensor, stride: int) -> None:
+    """Fill a CPU's uint8 tensor from a place in a file, or each of its rows from a place of its own."""
+    memory = memoryview(out.view(-1).numpy())  # type: ignore[arg-type]
+    if out.dim() == 1:
+        _fill_run(descriptor, start, memory)
+        return
+    for row in range(len(out)):
+        _fill_run(descriptor, start + row * stride, memory[row * out.shape[1] : (row + 1) * out.shape[1]])
+
+
+def _fill_run(descriptor: int, start: int, memory: memoryview) -> None:
     done = 0
     while done < len(memory):
         count = os.preadv(descriptor, [memory[done:]], start + done)

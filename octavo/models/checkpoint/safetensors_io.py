@@ -16,6 +16,7 @@ from octavo.models.checkpoint.parallel_read import ParallelReader
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+Place = tuple[slice, slice]  # rows and columns of a tensor
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -77,14 +78,19 @@ class SafetensorsReader:
             if name not in self.entries or self.entries[name].file.name != file_name:
                 raise CheckpointError(f"{self.path / INDEX_FILE}: {name} should be in {file_name} and is not")
 
-    def load(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+    def load(self, name: str, device: torch.device | str = "cpu", place: Place | None = None) -> torch.Tensor:
         """Read one tensor; a GPU's is copied there as it lies in the file, and looked at there.
 
+        Args:
+            place: which rows, and which columns of a matrix, are wanted; no byte beside them is read. None for all.
         Raises:
             CheckpointError: there is none of this name, it cannot be read, or it holds inf or NaN.
         """
         entry = self._entry(name)
-        tensor = self.load_flat(name, 0, math.prod(entry.shape), device).view(entry.shape)
+        if place is None:
+            tensor = self.load_flat(name, 0, math.prod(entry.shape), device).view(entry.shape)
+        else:
+            tensor = self._load_place(entry, *place, device)
         check_finite(name, tensor, entry.file)
         return tensor
 
@@ -102,11 +108,25 @@ class SafetensorsReader:
         entry = self._entry(name)
         size = entry.dtype.itemsize
         raw = torch.empty(num * size, dtype=torch.uint8, device=device)
-        try:
-            self._bytes.read(entry.file, entry.start + first * size, raw)
-        except OSError as error:
-            raise CheckpointError(f"{entry.file}: cannot read {name}: {error}") from error
+        self._read(entry, first * size, raw)
         return raw.view(entry.dtype)
+
+    def _load_place(self, entry: TensorEntry, rows: slice, columns: slice, device: torch.device | str) -> torch.Tensor:
+        num_rows, num_columns = rows.stop - rows.start, math.prod(entry.shape[1:])
+        if len(entry.shape) == 1 or columns == slice(0, num_columns):
+            values = self.load_flat(entry.name, rows.start * num_columns, num_rows * num_columns, device)
+            return values.view(num_rows, *entry.shape[1:])
+        size = entry.dtype.itemsize
+        raw = torch.empty(num_rows, (columns.stop - columns.start) * size, dtype=torch.uint8, device=device)
+        self._read(entry, (rows.start * num_columns + columns.start) * size, raw, num_columns * size)
+        return raw.view(entry.dtype)
+
+    def _read(self, entry: TensorEntry, first: int, raw: torch.Tensor, stride: int = 1) -> None:
+        """Fill raw from a byte of a tensor on."""
+        try:
+            self._bytes.read(entry.file, entry.start + first, raw, stride)
+        except OSError as error:
+            raise CheckpointError(f"{entry.file}: cannot read {entry.name}: {error}") from error
 
     def _entry(self, name: str) -> TensorEntry:
         if name not in self.entries:

@@ -9,7 +9,8 @@ import torch
 from octavo.errors import CheckpointError
 from octavo.models.checkpoint import bf16
 from octavo.models.checkpoint.layout import Layout
-from octavo.models.checkpoint.safetensors_io import SafetensorsReader
+from octavo.models.checkpoint.safetensors_io import Place, SafetensorsReader
+from octavo.nn.weights.slices import scales_of
 from octavo.numerics import QuantizedTensor, Scaling
 from octavo.numerics.scaling import floor_to_power_of_two
 
@@ -42,9 +43,13 @@ def read(
     shape: tuple[int, ...],
     layout: Layout,
     device: torch.device | str = "cpu",
+    place: Place | None = None,
 ) -> torch.Tensor | QuantizedTensor:
     """Read one weight: codes with their scale, or a tensor in high precision where the file left it so.
 
+    Args:
+        shape: of the whole weight.
+        place: which of its rows and columns are wanted, at the beginning of blocks; None for all.
     Returns:
         QuantizedTensor [N, K] with the layout's scaling, or [shape] bf16, fp16 or fp32.
     Raises:
@@ -60,7 +65,7 @@ def read(
             raise CheckpointError(
                 f"{reader.path}: {scale} comes with {name}, which is {dtype}; only {scaling.dtype} codes have a scale"
             )
-        return bf16.read(reader, name, shape, device)
+        return bf16.read(reader, name, shape, device, place)
     if scale is None:
         wanted = scale_names(name, layout.weight_scale)[0]
         raise CheckpointError(f"{reader.path}: {name} holds FP8 codes, but its scale {wanted} is missing")
@@ -75,7 +80,9 @@ def read(
     scales = read_scale(reader, scale, layout).reshape(allowed[0])
     if scaling.scale_format == "e8m0" and not torch.equal(floor_to_power_of_two(scales), scales):
         raise CheckpointError(f"{reader.path}: {scale} is no power of two, as scale_fmt in config.json promises")
-    return QuantizedTensor(reader.load(name, device), scales.to(device), scaling)
+    if place is not None:
+        scales = scales_of(scales, scaling, *place)
+    return QuantizedTensor(reader.load(name, device, place), scales.to(device), scaling)
 
 
 def read_scale(reader: SafetensorsReader, name: str, layout: Layout) -> torch.Tensor:

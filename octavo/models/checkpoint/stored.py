@@ -3,7 +3,7 @@
 import dataclasses
 import fnmatch
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -14,9 +14,10 @@ from octavo.models.checkpoint.dialects import read_config, read_layout
 from octavo.models.checkpoint.kv_scales import KVScales
 from octavo.models.checkpoint.layout import Layout
 from octavo.models.checkpoint.names import ParameterNames, is_ignored, parameter_names
-from octavo.models.checkpoint.safetensors_io import SafetensorsReader
+from octavo.models.checkpoint.safetensors_io import Place, SafetensorsReader
 from octavo.models.config import ModelConfig
 from octavo.nn import DELAYED_BUFFERS
+from octavo.nn.weights.slices import Slices
 from octavo.numerics import QuantizedTensor
 
 Part = torch.Tensor | QuantizedTensor
@@ -43,18 +44,26 @@ class StoredWeights:
     input_scales: dict[str, torch.Tensor]
     kv_scales: tuple[KVScales, ...]
 
-    def read(self, parameter: ParameterNames, device: torch.device | str = "cpu") -> list[Part | None]:
+    def read(
+        self, parameter: ParameterNames, device: torch.device | str = "cpu", slices: Slices | None = None
+    ) -> list[Part | None]:
         """What the files hold of a parameter, q, k and v (gate and up) apart; None for what is missing by permission.
 
+        Args:
+            slices: the share of it that is read, in whole blocks where it is codes; None for all.
         Raises:
             CheckpointError: a part of another shape or dtype, or not finite; codes without a scale.
         """
-        return _read_parts(self.reader, parameter, self.layout, device)
+        places = [None] * len(parameter.parts) if slices is None else slices.of_parts()
+        return _read_parts(self.reader, parameter, self.layout, device, places)
 
     def is_quantized(self, parameter: ParameterNames) -> bool:
         """Whether all of a parameter is there as codes; by headers alone."""
-        entries = self.reader.entries
-        return all(name in entries and is_coded(self.reader, name, self.layout) for name, _ in parameter.parts)
+        return all(self.is_coded(name) for name, _ in parameter.parts)
+
+    def is_coded(self, name: str) -> bool:
+        """Whether a tensor of the files is there as codes."""
+        return name in self.reader.entries and is_coded(self.reader, name, self.layout)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -145,17 +154,21 @@ def _may_be_quantized(parameter: ParameterNames) -> bool:
 
 
 def _read_parts(
-    reader: SafetensorsReader, parameter: ParameterNames, layout: Layout, device: torch.device | str
+    reader: SafetensorsReader,
+    parameter: ParameterNames,
+    layout: Layout,
+    device: torch.device | str,
+    places: Sequence[Place | None],
 ) -> list[Part | None]:
     """What the file holds of a parameter; None for what is missing by permission."""
     parts: list[Part | None] = []
-    for name, shape in parameter.part_shapes.items():
+    for (name, shape), place in zip(parameter.part_shapes.items(), places, strict=True):
         if name not in reader.entries:
             parts.append(None)
         elif layout.weight is not None and _may_be_quantized(parameter):
-            parts.append(scaled_weight.read(reader, name, shape, layout, device))
+            parts.append(scaled_weight.read(reader, name, shape, layout, device, place))
         else:
-            parts.append(bf16.read(reader, name, shape, device))
+            parts.append(bf16.read(reader, name, shape, device, place))
     return parts
 
 

@@ -1,11 +1,13 @@
 """Slices: which rows and columns of a whole weight a tensor-parallel rank holds, and what these are of given ones."""
 
 import dataclasses
+import itertools
 
 import torch
 
 from octavo.nn.weights.operands import Operands
 from octavo.numerics.quantized import QuantizedTensor
+from octavo.numerics.scaling import Scaling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +34,23 @@ class Slices:
         """The share of a weight's codes, one QuantizedTensor a part; blocks are not cut."""
         return [self._of_part(whole, rows) for rows in self.rows]
 
+    def of_parts(self) -> list[tuple[slice, slice]]:
+        """The share of each part of the whole: rows of the part, and columns."""
+        starts = itertools.accumulate(self.parts[:-1], initial=0)
+        places = zip(starts, self.rows, strict=True)
+        return [(slice(rows.start - start, rows.stop - start), self.columns) for start, rows in places]
+
     def _of_part(self, whole: Operands, rows: slice) -> QuantizedTensor:
         begin, codes = next((r.start, q) for r, q in whole if r.start <= rows.start < r.stop)
         rows = slice(rows.start - begin, rows.stop - begin)
-        scale = codes.scale
-        for dim, (size, each) in enumerate(zip(codes.scaling.block_size, (rows, self.columns), strict=True)):
-            if size != -1:
-                scale = scale.narrow(dim, each.start // size, -(-each.stop // size) - each.start // size)
+        scale = scales_of(codes.scale, codes.scaling, rows, self.columns)
         qdata = codes.qdata.view(torch.uint8)[rows, self.columns].contiguous().view(codes.qdata.dtype)
         return QuantizedTensor(qdata, scale.clone(), codes.scaling)
+
+
+def scales_of(scale: torch.Tensor, scaling: Scaling, rows: slice, columns: slice) -> torch.Tensor:
+    """The scales of some rows and columns, which begin with a block each; a view."""
+    for dim, (size, each) in enumerate(zip(scaling.block_size, (rows, columns), strict=True)):
+        if size != -1:
+            scale = scale.narrow(dim, each.start // size, -(-each.stop // size) - each.start // size)
+    return scale

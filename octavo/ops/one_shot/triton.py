@@ -148,8 +148,9 @@ def add_parts(out, x, staging, flags, counters, rank, N, G: tl.constexpr, BLOCK:
     _send(staging, values, turn, rank, program, offsets, is_in, G)
     _meet(flags, rank, program, count, G)
     own = base_of(staging, rank, values.dtype)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for peer in tl.static_range(G):
+    # not from 0.0 on, which would make 0.0 of all ranks' -0.0
+    total = _receive(own, values, turn, rank, 0, program, offsets, is_in, G).to(tl.float32)
+    for peer in tl.static_range(1, G):
         total += _receive(own, values, turn, rank, peer, program, offsets, is_in, G).to(tl.float32)
     tl.store(out + index, total.to(out.dtype.element_ty), mask=is_in)
     tl.store(counters + program, count)

@@ -1,7 +1,4 @@
-"""octavo inside transformers' Trainer, accelerate and TRL: a quantization config for from_pretrained, and a callback.
-
-Linears compute under a recipe; parameters, checkpoints and their keys stay transformers' own.
-"""
+"""octavo inside transformers' Trainer, accelerate and TRL; parameters, checkpoints and their keys stay theirs."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

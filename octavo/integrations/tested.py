@@ -1,12 +1,11 @@
 """Which versions of other frameworks octavo was tested with: what their modules ask first, and octavo doctor shows."""
 
-import os
 import re
 import warnings
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Literal, NamedTuple
 
+from octavo import env
 from octavo.errors import BackendError
 
 
@@ -72,10 +71,9 @@ def require(row: str, package: str) -> None:
 
 def accelerates_fp8() -> str:
     """What switches accelerate's own FP8 on: a variable of `accelerate launch`, or its configuration file; else ""."""
-    if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8":
+    if env.accelerate_precision() == "fp8":
         return "ACCELERATE_MIXED_PRECISION=fp8"
-    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
-    path = Path(home, "accelerate", "default_config.yaml")
+    path = env.huggingface_home() / "accelerate" / "default_config.yaml"
     is_on = path.is_file() and re.search(r"^mixed_precision:\s*['\"]?fp8", path.read_text(), re.MULTILINE)
     return f"mixed_precision: fp8 in {path}" if is_on else ""
 

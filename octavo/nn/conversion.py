@@ -23,6 +23,7 @@ from octavo.nn.overrides import match_rank, name_nearest, refuse_text, resolve
 from octavo.nn.rms_norm import RMSNorm
 from octavo.nn.scale_updates import follow_steps
 from octavo.nn.speed_table import measured_speedup
+from octavo.nn.transposed_linear import TransposedLinear, is_conv1d, linear_sizes
 from octavo.numerics.contract import check_exact
 from octavo.numerics.recipe import Recipe, get_recipe
 from octavo.ops._runtime.recipe_support import require_recipe
@@ -128,9 +129,9 @@ def convert(
 ) -> ConversionReport:
     """Give every linear under model a recipe of its own, in place.
 
-    octavo's linears take it as they are; plain torch.nn.Linear modules (that very type) are replaced by octavo's,
-    sharing their parameters. Embeddings and norms are no linears and stay in high precision. So does what multiplies by
-    a weight in any other way (fused experts, convolutions, transformers' Conv1D, torch's attention and recurrent
+    octavo's linears take it as they are; plain torch.nn.Linear modules (that very type) and transformers' Conv1D are
+    replaced by octavo's, sharing their parameters. Embeddings and norms are no linears and stay in high precision. So
+    does what multiplies by a weight in any other way (fused experts, convolutions, torch's attention and recurrent
     layers): the report names it, and a warning says so where that is 5 % of a token's FLOPs or more, most of the
     weights' elements, or a convolution, whose FLOPs depend on the input's size; unless ignore names it.
 
@@ -161,7 +162,7 @@ def convert(
     for used in (recipe, *named.values()):
         check_exact(exact, used)
     modules = model.named_modules(remove_duplicate=False)  # a module in two places is converted in both
-    names = [name for name, module in modules if isinstance(module, nn.Linear | Linear)]
+    names = [name for name, module in modules if isinstance(module, nn.Linear | Linear) or is_conv1d(module)]
     routers = [name for name, module in model.named_modules() if isinstance(module, Router)]
     others = find_products(model)
     _check_ignored(ignore, [*names, *routers, *(name for product in others for name in (product.name, product.owner))])
@@ -247,7 +248,9 @@ def _convert_one(
     why = f"override {override!r}" if override else why
     if not recipe.is_fp8:
         return _row(name, linear, None, why or "the recipe is high precision")
-    what = "replaced torch.nn.Linear" if foreign else f"octavo.nn.{type(linear).__name__}"
+    what = f"octavo.nn.{type(linear).__name__}"
+    if foreign:
+        what = "replaced Conv1D" if isinstance(linear, TransposedLinear) else "replaced torch.nn.Linear"
     row = _row(name, linear, recipe.name, f"{what}, {why}" if why else what)
     return dataclasses.replace(row, is_emulated=recipe.is_emulated)
 
@@ -255,7 +258,7 @@ def _convert_one(
 def _why_not_taken(linear: nn.Module) -> str:
     """Why a linear of torch's stays as it is; "" where an octavo linear can take its parameters."""
     layer = type(linear)
-    if layer is nn.Linear:
+    if layer is nn.Linear or is_conv1d(linear):
         is_own = isinstance(linear._parameters.get("weight"), nn.Parameter)
         return "" if is_own else "its weight is no Parameter: a hook computes it (pruning, weight_norm, spectral_norm)"
     if layer.forward is not nn.Linear.forward:
@@ -305,7 +308,7 @@ def _warn_of_rest(rows: list[ConversionRow], *, may_leave_all: bool) -> None:
 
 
 def _count_layers(rows: list[ConversionRow]) -> str:
-    """How many weights of which types of layers: "4 of MixtralExperts, 2 of Conv1D"."""
+    """How many weights of which types of layers: "4 of MixtralExperts, 2 of LSTM"."""
     return ", ".join(f"{num} of {layer}" for layer, num in Counter(row.layer for row in rows).items())
 
 
@@ -325,8 +328,7 @@ def _slower_ones(model: nn.Module, names: list[str], recipe: Recipe, num_tokens:
     reasons: dict[str, str] = {}
     for name in names if recipe.is_fp8 else ():
         linear = model.get_submodule(name)
-        sizes = (int(linear.in_features), int(linear.out_features))  # type: ignore[arg-type]
-        found = measured_speedup(recipe.name, num_tokens, *sizes)
+        found = measured_speedup(recipe.name, num_tokens, *linear_sizes(linear))
         if found is None:
             reasons[name] = f"smaller than anything at which {recipe.name} was measured to win"
         elif found.speedup <= 1.0:
@@ -388,7 +390,7 @@ def is_ignored(name: str, ignore: tuple[str, ...]) -> bool:
 
 def _row(name: str, linear: nn.Module, recipe: str | None, reason: str) -> ConversionRow:
     active = linear.active_share if isinstance(linear, GroupedLinear) else 1.0
-    return ConversionRow(name, int(linear.in_features), int(linear.out_features), recipe, reason, active)  # type: ignore[arg-type]
+    return ConversionRow(name, *linear_sizes(linear), recipe, reason, active)
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

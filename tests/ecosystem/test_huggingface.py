@@ -19,7 +19,7 @@ from octavo.errors import ConfigError
 from octavo.integrations.huggingface import convert
 from octavo.models import char_tokenizer
 from octavo.testing import assert_bitwise
-from tests.integrations.toy_trainer import make_llama, make_rows, make_trainer
+from tests.integrations.toy_trainer import make_model, make_rows, make_trainer
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ecosystem
@@ -31,7 +31,7 @@ LAYERS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_t
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Llama with a tokenizer of single characters."""
     folder = tmp_path_factory.mktemp("toy")
-    make_llama().save_pretrained(folder)
+    make_model().save_pretrained(folder)
     characters = char_tokenizer("0123456789+= ")
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=characters.backend, eos_token="<|endoftext|>", pad_token="<|endoftext|>"
@@ -84,7 +84,7 @@ def prepared(model: Any, kind: str) -> tuple[Accelerator, Any, Any]:
 
 
 def train_prepared(rank: int, kind: str) -> dict[str, torch.Tensor]:
-    model = make_llama()
+    model = make_model()
     convert(model, "rowwise")
     accelerator, model, optimizer = prepared(model, kind)
     losses = []
@@ -97,7 +97,7 @@ def train_prepared(rank: int, kind: str) -> dict[str, torch.Tensor]:
     with pytest.raises(ConfigError, match=r"already, and convert comes before accelerator.prepare\(\): convert\("):
         convert(model, "rowwise")
     if kind == "fsdp2":
-        _, other, _ = prepared(make_llama(), kind)
+        _, other, _ = prepared(make_model(), kind)
         with pytest.raises(ConfigError, match=r"is sharded already .* call octavo.convert first"):
             octavo.convert(other, "rowwise")
     weights = accelerator.unwrap_model(model).state_dict()
@@ -118,7 +118,7 @@ def test_ddp_and_fsdp2_train_alike() -> None:
 
 @pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_8bit"])
 def test_no_codes_are_stale_after_bitsandbytes(optim: str, tmp_path: Path) -> None:
-    model = make_llama()
+    model = make_model()
     convert(model, "blockwise")
     make_trainer(model, tmp_path, 3, optim=optim).train()
     octavo.nn.check_weights(model)

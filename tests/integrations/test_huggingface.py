@@ -19,8 +19,8 @@ pytest.importorskip("accelerate")
 from octavo.integrations.huggingface import OctavoCallback, OctavoConfig, convert  # noqa: E402
 from tests.integrations.toy_trainer import (  # noqa: E402
     Case,
-    load_llama,
-    make_llama,
+    load_model,
+    make_model,
     make_rows,
     make_trainer,
     run_plain,
@@ -35,7 +35,7 @@ TWO_RANKS = [Case("blockwise", 4, True), Case("rowwise", 1, True), Case("delayed
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
-    make_llama().save_pretrained(folder)
+    make_model().save_pretrained(folder)
     return folder
 
 
@@ -43,7 +43,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def saved_in_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose weights divide into blocks of 128 x 128, as the dialect fp8-block wants them."""
     folder = tmp_path_factory.mktemp("blocks")
-    make_llama(hidden_size=128, intermediate_size=256, num_key_value_heads=4).bfloat16().save_pretrained(folder)
+    make_model(hidden_size=128, intermediate_size=256, num_key_value_heads=4).bfloat16().save_pretrained(folder)
     return folder
 
 
@@ -74,7 +74,7 @@ def test_and_so_they_are_on_two_ranks(saved: Path, tmp_path: Path) -> None:
 
 
 def test_a_saved_model_is_a_plain_one(saved: Path, tmp_path: Path) -> None:
-    model = load_llama(saved, "blockwise")
+    model = load_model(saved, "blockwise")
     assert isinstance(model.model.layers[0].mlp.up_proj, octavo.nn.Linear)
     make_trainer(model, tmp_path / "run", 2).train()
     model.bfloat16().save_pretrained(tmp_path / "out")
@@ -89,7 +89,7 @@ def test_a_saved_model_is_a_plain_one(saved: Path, tmp_path: Path) -> None:
 
 
 def test_an_exported_checkpoint_has_the_codes_that_were_trained_with(saved_in_blocks: Path, tmp_path: Path) -> None:
-    model = load_llama(saved_in_blocks, "blockwise", torch.bfloat16)
+    model = load_model(saved_in_blocks, "blockwise", torch.bfloat16)
     make_trainer(model, tmp_path / "run", 2).train()
     ids = make_rows(1)
     with torch.no_grad():
@@ -114,7 +114,7 @@ def test_an_exported_checkpoint_has_the_codes_that_were_trained_with(saved_in_bl
 
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "adafactor", "sgd", "adagrad"])
 def test_no_codes_are_stale_after_the_trainers_optimizers(optim: str, tmp_path: Path) -> None:
-    model = make_llama(tie_word_embeddings=True)
+    model = make_model(tie_word_embeddings=True)
     convert(model, "blockwise", ignore=())
     assert model.lm_head.weight is model.model.embed_tokens.weight
     make_trainer(model, tmp_path, 3, optim=optim).train()
@@ -137,7 +137,7 @@ def check_weights(model: Any) -> None:
 def test_the_callback_reports_logs_and_changes_levels(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = load_llama(saved, "blockwise")
+    model = load_model(saved, "blockwise")
     statistics = octavo.nn.TensorStatistics(model, stats=("underflows%",), tensors=("activation",), layers=("up_proj",))
     callback = OctavoCallback(statistics=statistics, schedule=[(0, "O2"), (2, "O1"), (4, "O2")])
     trainer = make_trainer(model, tmp_path, 5, logging_steps=1, callbacks=[callback])
@@ -149,26 +149,26 @@ def test_the_callback_reports_logs_and_changes_levels(
 
 def test_a_resumed_run_needs_its_fp8_state(saved: Path, tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 1}
-    make_trainer(load_llama(saved, "delayed"), tmp_path, 1, **options).train()
+    make_trainer(load_model(saved, "delayed"), tmp_path, 1, **options).train()
     (tmp_path / "checkpoint-1" / "fp8.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"fp8\.safetensors is missing"):
-        make_trainer(load_llama(saved, "delayed"), tmp_path, 2, **options).train(resume_from_checkpoint=True)
+        make_trainer(load_model(saved, "delayed"), tmp_path, 2, **options).train(resume_from_checkpoint=True)
 
 
 def test_what_cannot_work_is_refused_in_one_line(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"found no linear in FP8; load the model with quantization_config"):
-        make_trainer(make_llama(), tmp_path, 1).train()
+        make_trainer(make_model(), tmp_path, 1).train()
     with pytest.raises(ConfigError, match="one device, got device_map='auto'"):
         transformers.AutoModelForCausalLM.from_pretrained(saved, quantization_config=OctavoConfig(), device_map="auto")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     with pytest.raises(ConfigError, match="accelerate's own FP8 is on"):
-        convert(make_llama(), "blockwise")
+        convert(make_model(), "blockwise")
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
-    quantized = make_llama()
+    quantized = make_model()
     quantized.is_quantized, quantized.quantization_method = True, "fp8"
     with pytest.raises(ConfigError, match="quantized by fp8 already; load a bf16 checkpoint"):
         convert(quantized, "blockwise")
-    other = make_llama()
+    other = make_model()
     other.lm_head = type("Linear4bit", (torch.nn.Linear,), {"__module__": "bitsandbytes.nn.modules"})(64, 64)
     with pytest.raises(ConfigError, match="lm_head is bitsandbytes's Linear4bit: two FP8 libraries"):
         convert(other, "blockwise")
@@ -178,3 +178,42 @@ def test_a_checkpoint_in_fp8_is_not_converted(saved_in_blocks: Path, tmp_path: P
     quantize_checkpoint(saved_in_blocks, tmp_path / "fp8", "fp8-block")
     with pytest.raises(ValueError, match=r"quantized with FineGrainedFP8Config but you are passing a OctavoConfig"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", quantization_config=OctavoConfig())
+
+
+FAMILIES = {
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "head_dim": 16},
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "layer_types": ["full_attention"] * 2},
+    "GPT2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0},
+}
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_experts_and_gpt2_train_and_are_saved_as_they_were(family: str, tmp_path: Path) -> None:
+    make_model(family, **FAMILIES[family]).save_pretrained(tmp_path / "model")
+    model = load_model(tmp_path / "model", "blockwise")
+    report = model.conversion_report
+    left = [row.name for row in report.rows if row.recipe is None and "router" not in row.reason]
+    assert left == ["lm_head"]
+    trainer = make_trainer(model, tmp_path / "run", 12, learning_rate=2e-3)
+    trainer.train()
+    assert sum(trainer.losses[-3:]) < sum(trainer.losses[:3])
+    model.save_pretrained(tmp_path / "out")
+    files = [load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "out")]
+    assert [(key, tensor.shape) for key, tensor in files[1].items()] == [(k, t.shape) for k, t in files[0].items()]
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert_same(plain.state_dict(), model.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # its name up to 5.23
+@pytest.mark.parametrize("recipe", ["blockwise", "delayed"])
+def test_checkpointed_activations_change_no_bit(recipe: str, saved: Path, tmp_path: Path) -> None:
+    found = []
+    for is_on in (False, True):
+        model = load_model(saved, recipe)
+        if is_on:
+            model.gradient_checkpointing_enable()
+        trainer = make_trainer(model, tmp_path, 4)
+        trainer.train()
+        found.append(torch.stack(trainer.losses))
+    assert_bitwise(found[1], found[0])

@@ -1,4 +1,4 @@
-"""A toy Llama, trained by transformers' Trainer and by a loop of plain torch that does the same operations."""
+"""A toy model, trained by transformers' Trainer and by a loop of plain torch that does the same operations."""
 
 import dataclasses
 import os
@@ -25,15 +25,18 @@ class Case:
     is_resumed: bool
 
 
-def make_llama(**options: Any) -> Any:
-    """A Llama of two layers, the same each time; options go to its config."""
+def make_model(family: str = "Llama", **options: Any) -> Any:
+    """A model of two layers, the same each time; options go to its config."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(sizes | heads | options)))
+    if family == "GPT2":
+        sizes, heads = {"vocab_size": 64}, {}
+    config = getattr(transformers, f"{family}Config")(**(sizes | heads | options))
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def load_llama(folder: Path, recipe: str, dtype: torch.dtype = torch.float32) -> Any:
+def load_model(folder: Path, recipe: str, dtype: torch.dtype = torch.float32) -> Any:
     """A saved model, loaded by from_pretrained to train in FP8."""
     config = OctavoConfig(recipe=recipe)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=dtype)
@@ -80,7 +83,7 @@ def run_trainer(case: Case, source: Path, folder: Path) -> dict[str, torch.Tenso
     saving = {"save_strategy": "steps", "save_steps": SAVED}
     losses = []
     for steps in (SAVED, STEPS) if case.is_resumed else (STEPS,):
-        model = load_llama(source, case.recipe)
+        model = load_model(source, case.recipe)
         trainer = make_trainer(model, folder, steps, case.accumulation, **saving)
         trainer.train(resume_from_checkpoint=steps > SAVED and case.is_resumed)
         losses += trainer.losses
@@ -90,7 +93,7 @@ def run_trainer(case: Case, source: Path, folder: Path) -> dict[str, torch.Tenso
 def run_plain(case: Case) -> dict[str, torch.Tensor]:
     """The same of a loop without transformers' Trainer; under torch.distributed, in DDP."""
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    model = make_llama()
+    model = make_model()
     octavo.convert(model, case.recipe)
     run = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)

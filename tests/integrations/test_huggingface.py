@@ -28,7 +28,11 @@ from tests.integrations.toy_trainer import (  # noqa: E402
 )
 
 # pairwise over recipe, processes, accumulation and resumption, with those of TWO_RANKS
-ONE_PROCESS = [Case("blockwise", 1, False), Case("rowwise", 4, False), Case("delayed", 4, True)]
+ONE_PROCESS = [
+    Case("blockwise", 1, False),
+    Case("delayed", 4, True),
+    pytest.param(Case("rowwise", 4, False), marks=pytest.mark.slow),
+]
 TWO_RANKS = [Case("blockwise", 4, True), Case("rowwise", 1, True), Case("delayed", 1, False)]
 
 

@@ -19,7 +19,7 @@ DEV := $(VENV)/.installed-dev
 DEMO := $(VENV)/.installed-demo
 DOCS := $(VENV)/.installed-docs
 
-.PHONY: help demo setup test test-slow test-ci test-nightly test-largest test-gpu coverage mutants lint format types layers docs bench size convergence rl-learning
+.PHONY: help demo setup test test-slow test-ci test-nightly test-largest test-gpu test-ecosystem coverage mutants lint format types layers docs bench size convergence rl-learning
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -45,10 +45,10 @@ test: $(DEV)  ## the fast tests (ARGS="tests/ops -k quantize")
 	$(PYTEST) $(WORKERS) $(ARGS)
 
 test-slow: $(DEV)  ## the slow tests
-	$(PYTEST) $(WORKERS) -m 'slow and not gpu and not nightly and not largest' --timeout 1800 $(ARGS)
+	$(PYTEST) $(WORKERS) -m 'slow and not gpu and not nightly and not largest and not ecosystem' --timeout 1800 $(ARGS)
 
 test-ci: $(DEV)  ## the fast and the slow tests in one run, as CI has them
-	@$(MAKE) --no-print-directory test ARGS="-m 'not gpu and not nightly and not largest' --timeout 1800 $(ARGS)"
+	@$(MAKE) --no-print-directory test ARGS="-m 'not gpu and not nightly and not largest and not ecosystem' --timeout 1800 $(ARGS)"
 
 test-nightly: $(DEV)  ## the long matrices of faults and attackers, recorded in bench/records/nightly.json
 	$(PYTEST) $(WORKERS) -p tests.nightly -m nightly --timeout 1800 $(ARGS)
@@ -58,6 +58,18 @@ test-largest: $(DEV)  ## the largest variants of other tests: four ranks, long b
 
 test-gpu: $(DEV)  ## the tests that need a GPU; another machine's torch may warn, so warnings are no errors
 	$(PYTEST) -m gpu -W default $(ARGS)
+
+# A row's environment: what ecosystem/ROW.txt pins, and octavo. Tests that the ordinary suite has too run in it as well.
+.ecosystem/%/.installed: ecosystem/%.txt pyproject.toml
+	@echo "installing octavo and $* into .ecosystem/$* (minutes)"
+	@$(PYTHON) -m venv .ecosystem/$*
+	@.ecosystem/$*/bin/python -m pip install -qq --disable-pip-version-check $(EDITABLE) -r $< -e .
+	@touch $@
+
+test-ecosystem: $(if $(ROW),.ecosystem/$(ROW)/.installed)  ## octavo inside a framework, recorded in ecosystem/ROW.json (ROW=huggingface)
+	@test -n "$(ROW)" || { echo "name a row: ROW=$(subst $() ,| ROW=,$(patsubst ecosystem/%.txt,%,$(wildcard ecosystem/*.txt)))"; exit 2; }
+	OMP_NUM_THREADS=1 .ecosystem/$(ROW)/bin/python -m pytest -p tests.ecosystem.record -m 'not gpu' -W default \
+		tests/ecosystem/test_$(ROW).py $(wildcard tests/integrations/test_$(ROW).py) $(ARGS)
 
 coverage: $(DEV)  ## the fast tests' coverage of ops, nn, serve/engine and rl (ARGS="tests/rl")
 	$(PYTEST) $(WORKERS) $(addprefix --cov=octavo/,$(COVERED)) --cov-report= $(ARGS)

@@ -38,6 +38,16 @@ def triton_cache_dir() -> Path:
     return Path(os.environ.get("TRITON_CACHE_DIR", "").strip() or Path(home, ".triton", "cache"))
 
 
+def accelerate_precision() -> str:
+    """`ACCELERATE_MIXED_PRECISION`: what accelerate's launcher was told; "" where it is unset."""
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "")
+
+
+def huggingface_home() -> Path:
+    """`HF_HOME`: where Hugging Face's libraries keep their files."""
+    return Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+
+
 def api_key_from_env() -> str | None:
     """`OCTAVO_API_KEY`: the key that clients of `octavo serve` must send; None where it is unset."""
     return _read("OCTAVO_API_KEY", str, default=None)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 # Third-party package -> the only modules that may import it, at the top, in a function or for typing.
 HOMES = {
     "triton": r"octavo\.ops(\.\w+)+\.triton(\.\w+)*|octavo\.testing\.\w+",
-    "transformers": r"octavo\.models\.(checkpoint(\.\w+)*|tokenizer)",
+    "transformers": r"octavo\.models\.(checkpoint(\.\w+)*|tokenizer)|octavo\.integrations\.huggingface",
     "fastapi": r"octavo\.serve\.(http|router)(\.\w+)*",
     "uvicorn": r"octavo\.serve\.(http|router)(\.\w+)*",
     "onnx": r"octavo\.qdq\.onnx(\.\w+)*",

@@ -12,6 +12,7 @@ from octavo.errors import DtypeError, RecipeError
 from octavo.models import Decoder
 from octavo.nn import HISTORY_BUFFER, ConversionReport, Linear, convert
 from octavo.nn.conversion import DEFAULT_IGNORE
+from octavo.nn.fused_experts import experts_recipes, set_experts_recipe
 from octavo.numerics.recipe import Recipe, get_recipe
 
 Level = Literal["O1", "O2"]
@@ -69,6 +70,7 @@ class Levels:
         self._recipes = {linear: linear.recipe for linear in linears if linear.recipe and linear.recipe.is_fp8}
         if not self._recipes:
             raise RecipeError("no linear of this model would run in FP8 under O1; name an FP8 recipe or shorten ignore")
+        self._experts = experts_recipes(model)
         self._decoders = {module: module.numerics for module in model.modules() if isinstance(module, Decoder)}
         if recipe is not None:
             for decoder, numerics in self._decoders.items():
@@ -88,6 +90,8 @@ class Levels:
         """Put a level in force from the next forward on."""
         for linear, recipe in self._recipes.items():
             linear.recipe = recipe if level == "O1" else _HIGH_PRECISION
+        for (module, name), recipe in self._experts.items():
+            set_experts_recipe(module, name, recipe if level == "O1" else None)
         for decoder, numerics in self._decoders.items():
             in_force = numerics.recipe if level == "O1" else _HIGH_PRECISION
             decoder.numerics = dataclasses.replace(numerics, recipe=in_force)

@@ -17,6 +17,7 @@ from octavo.doctor.model_under_test import DEFAULT_TOKENS, open_model_under_test
 from octavo.doctor.ranks import check_ranks
 from octavo.doctor.recipes import RecipeCheck, check_recipes, require_here
 from octavo.errors import ConfigError
+from octavo.integrations.tested import check_ecosystem
 from octavo.numerics.recipe import RECIPE_NAMES
 from octavo.run.build import find_device
 
@@ -44,6 +45,10 @@ def command(
     ranks: Annotated[
         int, typer.Option(min=0, help="Start so many ranks on this machine, and measure how they reach each other.")
     ] = 0,
+    ecosystem: Annotated[
+        bool,
+        typer.Option("--ecosystem", help="Which frameworks are installed, and which versions octavo was tested with."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
     """Check driver, versions, recipes and Triton's compiler; with a MODEL, run it once in fp32, bf16 and FP8.
@@ -52,6 +57,11 @@ def command(
     check failed or a layer departs, and with 2 where this machine lacks the recipe that was asked for.
     """
     is_bare = (model, recipe, text, tokens, threshold, overrides or None) == (None,) * 6
+    if ecosystem and not (is_bare and not ranks):
+        raise ConfigError("--ecosystem checks the frameworks alone and takes no model or option of one; leave them out")
+    if ecosystem:
+        _finish([Check(*found) for found in check_ecosystem()], "ecosystem", as_json)
+        return
     if ranks and not is_bare:
         raise ConfigError("--ranks checks the ranks alone and takes no model or option of one; leave them out")
     if ranks:
@@ -101,10 +111,15 @@ def _report_ranks(num_ranks: int, device: str, as_json: bool) -> None:
         checks = check_ranks(mesh)
     finally:
         mesh.close()
+    _finish(checks, "ranks", as_json, is_printed=mesh.is_first)
+
+
+def _finish(checks: list[Check], key: str, as_json: bool, *, is_printed: bool = True) -> None:
+    """Print checks that were asked for alone; exit with 1 where one failed."""
     is_well = all(check.status != "fail" for check in checks)
-    if mesh.is_first and as_json:
-        typer.echo(json.dumps({"ok": is_well, "ranks": [vars(check) for check in checks]}, indent=2))
-    elif mesh.is_first:
+    if is_printed and as_json:
+        typer.echo(json.dumps({"ok": is_well, key: [vars(check) for check in checks]}, indent=2))
+    elif is_printed:
         _print_checks(Console(highlight=False), checks)
     if not is_well:
         raise typer.Exit(1)

@@ -14,6 +14,7 @@ from torch import nn
 
 from octavo.nn.delayed import DelayedLinear
 from octavo.nn.linear import Linear
+from octavo.nn.transposed_linear import TransposedLinear, is_conv1d, linear_sizes
 from octavo.nn.weights.cached import TransientWeight
 from octavo.nn.weights.plain import may_be_gathered
 from octavo.numerics.recipe import Recipe
@@ -107,7 +108,8 @@ def find_linear(modules: Mapping[str, nn.Module], name: str) -> DelayedLinear | 
 
 def adopt(linear: nn.Module) -> Linear:
     """An octavo linear over the parameters of a torch one, with its hooks, its mode and the state of its autocast."""
-    ours = Linear(linear.in_features, linear.out_features, device="meta", dtype=torch.bfloat16)  # type: ignore[arg-type]
+    kind = TransposedLinear if is_conv1d(linear) else Linear
+    ours = kind(*linear_sizes(linear), device="meta", dtype=torch.bfloat16)
     ours.weight, ours.bias = linear.weight, linear.bias  # type: ignore[assignment]
     ours.follows_autocast, ours.training = True, linear.training
     for name, value in vars(linear).items():

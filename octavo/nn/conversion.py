@@ -13,6 +13,7 @@ from octavo.deprecation import former_keywords
 from octavo.errors import ConfigError, RecipeError
 from octavo.nn.autocast_context import HIGH_PRECISION
 from octavo.nn.autocast_linear import adopt
+from octavo.nn.fused_experts import FusedExperts, set_experts_recipe, why_not_experts
 from octavo.nn.fusion import describe_fusion, plan_fusion
 from octavo.nn.grouped_linear import GroupedLinear
 from octavo.nn.layer_norm import LayerNorm
@@ -23,6 +24,7 @@ from octavo.nn.overrides import match_rank, name_nearest, refuse_text, resolve
 from octavo.nn.rms_norm import RMSNorm
 from octavo.nn.scale_updates import follow_steps
 from octavo.nn.speed_table import measured_speedup
+from octavo.nn.transposed_linear import TransposedLinear, is_conv1d, linear_sizes
 from octavo.numerics.contract import check_exact
 from octavo.numerics.recipe import Recipe, get_recipe
 from octavo.ops._runtime.recipe_support import require_recipe
@@ -105,14 +107,17 @@ class ConversionReport:
         without_head = " (lm_head not counted)" if any(_last(row.name) == "lm_head" for row in self.rows) else ""
         of_what = f"a token's FLOPs with weights{without_head}" if others else f"linear FLOPs{without_head}"
         share = "an unknown share" if uncounted else f"{self.fp8_flop_share:.1%}"
-        num_linears = len(self.rows) - len(others)
-        lines = [f"{len(self.fp8_names)} of {num_linears} linears in FP8{emulated}, {share} of {of_what}"]
+        linears = [row for row in self.rows if row.kind == "linear"]
+        num_fp8 = sum(bool(row.recipe) for row in linears)
+        lines = [f"{num_fp8} of {len(linears)} linears in FP8{emulated}, {share} of {of_what}"]
         if uncounted:
             layers = _count_layers(uncounted)
             lines.append(f"convolutions not counted: their FLOPs depend on the input's size; {layers}")
         if counted:
             weights = "1 weight" if len(counted) == 1 else f"{len(counted)} weights"
-            lines.append(f"counted with {weights} of other layers: {_count_layers(counted)}")
+            in_fp8 = sum(bool(row.recipe) for row in counted)
+            also = f"; {in_fp8} of these in FP8" if in_fp8 else ""
+            lines.append(f"counted with {weights} of other layers: {_count_layers(counted)}{also}")
         return [*lines, self.fusion] if self.fusion else lines
 
 
@@ -128,9 +133,10 @@ def convert(
 ) -> ConversionReport:
     """Give every linear under model a recipe of its own, in place.
 
-    octavo's linears take it as they are; plain torch.nn.Linear modules (that very type) are replaced by octavo's,
-    sharing their parameters. Embeddings and norms are no linears and stay in high precision. So does what multiplies by
-    a weight in any other way (fused experts, convolutions, transformers' Conv1D, torch's attention and recurrent
+    octavo's linears take it as they are; plain torch.nn.Linear modules (that very type) and transformers' Conv1D are
+    replaced by octavo's, sharing their parameters. transformers' fused experts run grouped GEMMs over their 3-D
+    parameters, under recipes without state. Embeddings and norms are no linears and stay in high precision. So does
+    what multiplies by a weight in any other way (other 3-D parameters, convolutions, torch's attention and recurrent
     layers): the report names it, and a warning says so where that is 5 % of a token's FLOPs or more, most of the
     weights' elements, or a convolution, whose FLOPs depend on the input's size; unless ignore names it.
 
@@ -144,7 +150,7 @@ def convert(
             names, prefixes of full names that end at a dot, or single parts of them; the most specific one decides
             (see octavo.nn.overrides.match_rank). The report names it.
         num_tokens: tokens of one forward pass; linears for which FP8 was measured to be no faster than bf16 at that
-            many stay in high precision, and the report says what was measured. Overrides are not asked.
+            many stay in high precision, and the report says what was measured. Overrides and experts are not asked.
     Returns:
         ConversionReport, one row a linear and one a weight of another layer; print it.
     Raises:
@@ -161,11 +167,11 @@ def convert(
     for used in (recipe, *named.values()):
         check_exact(exact, used)
     modules = model.named_modules(remove_duplicate=False)  # a module in two places is converted in both
-    names = [name for name, module in modules if isinstance(module, nn.Linear | Linear)]
+    names = [name for name, module in modules if isinstance(module, nn.Linear | Linear) or is_conv1d(module)]
     routers = [name for name, module in model.named_modules() if isinstance(module, Router)]
     others = find_products(model)
     _check_ignored(ignore, [*names, *routers, *(name for product in others for name in (product.name, product.owner))])
-    chosen = _choose(named, names, ignore)
+    chosen = _choose(named, [*names, *(product.name for product in others if product.kind == "experts")], ignore)
     recipes = {name: _chosen_recipe(name, chosen, recipe, ignore) for name in names}
     _check_shared(model, names, recipes)
     _check_whole(model, recipes)
@@ -191,7 +197,9 @@ def convert(
     follow_steps(model)
     _disable_torch_fast_path(model)
     set_exact(model, exact)
-    rows += [_other_row(product, ignore) for product in others]
+    for product in others:
+        override, own = chosen.get(product.name, ("", recipe))
+        rows.append(_convert_other(model, product, override, own, ignore))
     if recipe.is_fp8:
         _warn_of_rest(rows, may_leave_all=num_tokens is not None)
     plan_fusion(model)
@@ -247,7 +255,9 @@ def _convert_one(
     why = f"override {override!r}" if override else why
     if not recipe.is_fp8:
         return _row(name, linear, None, why or "the recipe is high precision")
-    what = "replaced torch.nn.Linear" if foreign else f"octavo.nn.{type(linear).__name__}"
+    what = f"octavo.nn.{type(linear).__name__}"
+    if foreign:
+        what = "replaced Conv1D" if isinstance(linear, TransposedLinear) else "replaced torch.nn.Linear"
     row = _row(name, linear, recipe.name, f"{what}, {why}" if why else what)
     return dataclasses.replace(row, is_emulated=recipe.is_emulated)
 
@@ -255,7 +265,7 @@ def _convert_one(
 def _why_not_taken(linear: nn.Module) -> str:
     """Why a linear of torch's stays as it is; "" where an octavo linear can take its parameters."""
     layer = type(linear)
-    if layer is nn.Linear:
+    if layer is nn.Linear or is_conv1d(linear):
         is_own = isinstance(linear._parameters.get("weight"), nn.Parameter)
         return "" if is_own else "its weight is no Parameter: a hook computes it (pruning, weight_norm, spectral_norm)"
     if layer.forward is not nn.Linear.forward:
@@ -263,15 +273,27 @@ def _why_not_taken(linear: nn.Module) -> str:
     return f"{layer.__name__} is a subclass of Linear, whose owner may read the weight and never call it"
 
 
-def _other_row(product: Product, ignore: tuple[str, ...]) -> ConversionRow:
-    """The row of a weight that is no linear's."""
-    is_router = "Router" in product.layer
-    reason = _ROUTER_REASON if is_router else f"a weight of {product.layer}, which convert does not take"
-    if is_ignored(product.name, ignore) or (product.owner and is_ignored(product.owner, ignore)):
-        reason = _IGNORED_REASON
+def _convert_other(
+    model: nn.Module, product: Product, override: str, recipe: Recipe, ignore: tuple[str, ...]
+) -> ConversionRow:
+    """The row of a weight that is no linear's; fused experts get a recipe."""
+    module = model.get_submodule(product.owner)
+    is_out = is_ignored(product.name, ignore) or bool(product.owner and is_ignored(product.owner, ignore))
+    why = why_not_experts(module, recipe) if product.kind == "experts" else ""
+    is_taken = product.kind == "experts" and recipe.is_fp8 and not (is_out or why)
+    if is_taken or isinstance(module, FusedExperts):
+        set_experts_recipe(module, _last(product.name), recipe if is_taken else None)
+    reason = why or f"a weight of {product.layer}, which convert does not take"
+    if is_taken:
+        reason = "grouped GEMMs over the parameter"
+    elif "Router" in product.layer:
+        reason = _ROUTER_REASON
+    elif product.kind == "experts" and not recipe.is_fp8:
+        reason = "the recipe is high precision"
+    reason = _IGNORED_REASON if is_out else f"{reason}, override {override!r}" if override else reason
     reason = f"{reason}; {product.note}" if product.note else reason
-    sizes, kind = (product.in_features, product.out_features), product.kind
-    return ConversionRow(product.name, *sizes, None, reason, product.active_share, kind, product.layer)
+    sizes, own = (product.in_features, product.out_features), recipe.name if is_taken else None
+    return ConversionRow(product.name, *sizes, own, reason, product.active_share, product.kind, product.layer)
 
 
 def _warn_of_rest(rows: list[ConversionRow], *, may_leave_all: bool) -> None:
@@ -282,7 +304,8 @@ def _warn_of_rest(rows: list[ConversionRow], *, may_leave_all: bool) -> None:
     """
     rows = [row for row in rows if _last(row.name) != "lm_head"]
     counted = [row for row in rows if row.kind != "convolution"]
-    left = [row for row in rows if row.layer and not row.reason.startswith((_IGNORED_REASON, _ROUTER_REASON))]
+    wanted = (_IGNORED_REASON, _ROUTER_REASON, "the recipe is high precision")
+    left = [row for row in rows if row.layer and not row.recipe and not row.reason.startswith(wanted)]
     flops = sum(row.flops for row in left if row.kind != "convolution") / max(1.0, sum(row.flops for row in counted))
     elements = sum(row.num_elements for row in left) / max(1, sum(row.num_elements for row in rows))
     if flops >= _MUCH or elements > _MOST or any(row.kind == "convolution" for row in left):
@@ -290,9 +313,10 @@ def _warn_of_rest(rows: list[ConversionRow], *, may_leave_all: bool) -> None:
         share = f"{flops:.1%}" if is_known else "an unknown share"
         why = "" if is_known else ", and a convolution's FLOPs depend on the input's size"
         warnings.warn(
-            f"convert left {share} of a token's FLOPs in high precision: it takes torch.nn.Linear and octavo's "
-            f"linears, and these weights are of other layers: {_count_layers(left)}; they have {elements:.1%} of all "
-            f"weights' elements{why}. The report has them one by one. Name them in ignore where this is wanted",
+            f"convert left {share} of a token's FLOPs in high precision: it takes torch.nn.Linear, octavo's linears "
+            f"and transformers' experts, and these weights are of other layers: {_count_layers(left)}; they have "
+            f"{elements:.1%} of all weights' elements{why}. The report has them one by one. Name them in ignore where "
+            "this is wanted",
             stacklevel=4,
         )
     elif not may_leave_all and not any(row.recipe for row in rows):
@@ -305,7 +329,7 @@ def _warn_of_rest(rows: list[ConversionRow], *, may_leave_all: bool) -> None:
 
 
 def _count_layers(rows: list[ConversionRow]) -> str:
-    """How many weights of which types of layers: "4 of MixtralExperts, 2 of Conv1D"."""
+    """How many weights of which types of layers: "4 of MixtralExperts, 2 of LSTM"."""
     return ", ".join(f"{num} of {layer}" for layer, num in Counter(row.layer for row in rows).items())
 
 
@@ -325,8 +349,7 @@ def _slower_ones(model: nn.Module, names: list[str], recipe: Recipe, num_tokens:
     reasons: dict[str, str] = {}
     for name in names if recipe.is_fp8 else ():
         linear = model.get_submodule(name)
-        sizes = (int(linear.in_features), int(linear.out_features))  # type: ignore[arg-type]
-        found = measured_speedup(recipe.name, num_tokens, *sizes)
+        found = measured_speedup(recipe.name, num_tokens, *linear_sizes(linear))
         if found is None:
             reasons[name] = f"smaller than anything at which {recipe.name} was measured to win"
         elif found.speedup <= 1.0:
@@ -388,7 +411,7 @@ def is_ignored(name: str, ignore: tuple[str, ...]) -> bool:
 
 def _row(name: str, linear: nn.Module, recipe: str | None, reason: str) -> ConversionRow:
     active = linear.active_share if isinstance(linear, GroupedLinear) else 1.0
-    return ConversionRow(name, int(linear.in_features), int(linear.out_features), recipe, reason, active)  # type: ignore[arg-type]
+    return ConversionRow(name, *linear_sizes(linear), recipe, reason, active)
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

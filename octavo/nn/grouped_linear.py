@@ -14,6 +14,7 @@ from octavo.nn.weights.experts import ExpertCodes, ExpertShapes, ExpertWeight
 from octavo.nn.weights.operands import Operands
 from octavo.nn.weights.plan import LinearPlan
 from octavo.numerics.quantized import QuantizedTensor
+from octavo.numerics.recipe import Recipe
 from octavo.ops.gemm.grouped_mm.library import ALIGNMENT
 
 
@@ -82,16 +83,7 @@ class GroupedLinear(Linear):
         Args:
             training: a backward will follow, whose grad_weight sums over blocks of rows.
         """
-        recipe = effective_recipe(self.recipe)
-        is_block = recipe.in_fp8("output") and recipe.input is not None and recipe.input.kind == "block_1x128"
-        # Our own kernels, of block scales and exact ones, take groups of any size; a few tokens' padding would be most
-        # of the batch.
-        is_ours = is_block or self.exact
-        rows = 1 if device.type != "cuda" or (is_ours and not training) else ALIGNMENT
-        if training and recipe.in_fp8("grad_weight"):
-            assert recipe.wgrad_input is not None and recipe.grad_output is not None, "an FP8 backward quantizes both"
-            rows = max(rows, recipe.wgrad_input.block_size[1], recipe.grad_output.block_size[1])
-        return rows
+        return row_alignment(effective_recipe(self.recipe), device, training=training, exact=self.exact)
 
     def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """x [R, K] sorted by expert -> [R, N] of x's dtype.
@@ -128,3 +120,16 @@ class GroupedLinear(Linear):
         """
         self._check_exact(plan.recipe)
         return grouped_output(rows, self.weight, self.source, plan, offsets, out_dtype, observe=False)
+
+
+def row_alignment(recipe: Recipe, device: torch.device, *, training: bool, exact: bool = False) -> int:
+    """What the rows of each expert must be padded to a multiple of, for grouped GEMMs under a recipe on a device."""
+    is_block = recipe.in_fp8("output") and recipe.input is not None and recipe.input.kind == "block_1x128"
+    # Our own kernels, of block scales and exact ones, take groups of any size; a few tokens' padding would be most
+    # of the batch.
+    is_ours = is_block or exact
+    rows = 1 if device.type != "cuda" or (is_ours and not training) else ALIGNMENT
+    if training and recipe.in_fp8("grad_weight"):
+        assert recipe.wgrad_input is not None and recipe.grad_output is not None, "an FP8 backward quantizes both"
+        rows = max(rows, recipe.wgrad_input.block_size[1], recipe.grad_output.block_size[1])
+    return rows

@@ -188,8 +188,8 @@ class SparseMoE(nn.Module):
         recipe = effective_recipe(self.experts.gate_up_proj.recipe)
         if self.experts.can_infer(recipe):
             return combine_rows(self.experts.infer(x, routing, recipe), routing)
-        rows = _DispatchFunction.apply(x, routing)
-        return _CombineFunction.apply(self.experts(rows, routing.offsets), weights, routing)
+        rows = DispatchFunction.apply(x, routing)
+        return CombineFunction.apply(self.experts(rows, routing.offsets), weights, routing)
 
 
 class _RouterFunction(torch.autograd.Function):
@@ -251,7 +251,9 @@ class _RouteFunction(torch.autograd.Function):
         return grad_logits, None, None, None, None, None, None
 
 
-class _DispatchFunction(torch.autograd.Function):
+class DispatchFunction(torch.autograd.Function):
+    """dispatch_rows: x [T, H] -> [R, H]."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         ctx.save_for_backward(*routing)
@@ -263,7 +265,9 @@ class _DispatchFunction(torch.autograd.Function):
         return combine_rows(grad, Routing(*ctx.saved_tensors), weighted=False), None
 
 
-class _CombineFunction(torch.autograd.Function):
+class CombineFunction(torch.autograd.Function):
+    """combine_rows of out [R, H], with the gradient of weights [T, S] fp32, which routing has too -> [T, H]."""
+
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, weights: torch.Tensor, routing: Routing) -> torch.Tensor:
         ctx.save_for_backward(out, *routing)

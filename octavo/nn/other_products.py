@@ -1,7 +1,7 @@
 """What multiplies by its parameters and is no linear: found for convert's report, by shape and type name.
 
-Fused experts (3-D parameters), Conv1D of transformers' GPT-2, convolutions, torch's attention, recurrent layers and
-whatever else has a matrix of its own. No framework is imported: a module's own attributes and its config are read.
+Fused experts (3-D parameters), convolutions, torch's attention, recurrent layers and whatever else has a matrix of its
+own. No framework is imported: a module's own attributes and its config are read.
 """
 
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from octavo.nn.linear import Linear
 from octavo.nn.moe import Router
+from octavo.nn.transposed_linear import is_conv1d
 
 _HAVE_ROWS = (nn.Linear, Linear, Router)
 _NO_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, ParametrizationList)
@@ -50,7 +51,7 @@ def find_products(model: nn.Module) -> list[Product]:
     """Every weight under a model that is multiplied by and belongs to no linear and no router of octavo's."""
     found: list[Product] = []
     for name, module in model.named_modules(remove_duplicate=False):
-        if not isinstance(module, (*_HAVE_ROWS, *_NO_PRODUCTS)):
+        if not isinstance(module, (*_HAVE_ROWS, *_NO_PRODUCTS)) and not is_conv1d(module):
             found += _products(model, name, module)
     return found
 
@@ -68,10 +69,8 @@ def _products(model: nn.Module, name: str, module: nn.Module) -> Iterator[Produc
         if not weight.is_floating_point() or not _is_matrix(layer, key, shape, module):
             continue
         if len(shape) == 2:
-            turned = layer == "Conv1D" and hasattr(module, "nf")
             own = name if key == "weight" and name else place
-            sizes = shape if turned else shape[::-1]
-            yield Product(own, name, "other", layer, *sizes)
+            yield Product(own, name, "other", layer, *shape[::-1])
         elif isinstance(module, nn.Bilinear):
             yield Product(name or key, name, "other", layer, shape[1] * shape[2], shape[0])
         else:

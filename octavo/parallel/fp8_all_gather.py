@@ -13,6 +13,7 @@ from octavo.errors import ConfigError
 from octavo.models.export import reshard
 from octavo.nn.grouped_linear import GroupedLinear
 from octavo.nn.linear import Linear
+from octavo.nn.transposed_linear import TransposedLinear
 from octavo.nn.weights.gathered import GatheredWeight
 from octavo.nn.weights.gathered_unit import GatheredUnit
 from octavo.nn.weights.operands import row_ranges
@@ -99,6 +100,8 @@ def _why_not(linear: Linear) -> str:
         return f"recipe {recipe.name!r} computes from the high-precision weight"
     if isinstance(linear, GroupedLinear):
         return "experts' codes are not gathered yet"
+    if isinstance(linear, TransposedLinear):
+        return "its parameter is stored as [K, N], whose shards have other blocks"
     if scaling.block_size[0] != scaling.block_size[1]:
         return f"the backward of {scaling.kind} reads codes of other scales, which would double the bytes"
     if linear.is_cut and scaling.is_per_tensor:

@@ -18,11 +18,11 @@ SIZES = {
 ATTENTION = 2 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 2)  # elements of both layers
 
 
-def convert(model: torch.nn.Module, **options: object) -> tuple[ConversionReport, list[str]]:
+def convert(model: torch.nn.Module, recipe: str = "blockwise", **options: object) -> tuple[ConversionReport, list[str]]:
     """The report, and what was warned of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        report = nn.convert(model, "blockwise", **options)  # type: ignore[arg-type]
+        report = nn.convert(model, recipe, **options)  # type: ignore[arg-type]
     return report, [str(warning.message) for warning in caught]
 
 
@@ -51,7 +51,7 @@ def families() -> dict[str, tuple[torch.nn.Module, int, int]]:
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "GptOss"])
 def test_fused_experts_are_counted_and_named(family, families):
     model, num, used = families[family]
-    report, said = convert(model)
+    report, said = convert(model, "delayed")  # whose state fused experts do not hold
     experts = 2 * used * 3 * HIDDEN * INNER  # elements that a token meets, both layers'
     routers = 2 * HIDDEN * num
     assert report.fp8_flop_share == pytest.approx(ATTENTION / (ATTENTION + experts + routers))
@@ -67,6 +67,24 @@ def test_fused_experts_are_counted_and_named(family, families):
     left = experts / (ATTENTION + experts + routers)
     assert len(said) == 1 and f"convert left {left:.1%} of a token's FLOPs in high precision" in said[0]
     assert f"4 of {family}Experts" in said[0] and "Router" not in said[0]
+    assert rows[0].reason.startswith("fused experts hold no state, which recipe 'delayed' has; a token meets")
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "GptOss"])
+def test_fused_experts_run_in_fp8(family, families):
+    model, num, used = families[family]
+    report, said = convert(model)
+    assert not said
+    rows = experts_of(report)
+    assert all(row.recipe == "blockwise" and row.active_share == used / num for row in rows)
+    assert rows[0].reason.startswith("grouped GEMMs over the parameter; a token meets")
+    total = sum(row.flops for row in report.rows if row.name != "lm_head")
+    assert report.fp8_flop_share == pytest.approx(1 - 2 * 2 * HIDDEN * num / total)  # all but the routers
+    assert "8 of 9 linears in FP8" in str(report) and f"4 of {family}Experts" in str(report)
+    assert "4 of these in FP8" in str(report)
+    other = convert(model, overrides={"model.layers.1": "rowwise", "down_proj": "bf16"})[0]
+    assert [row.recipe for row in experts_of(other)] == ["blockwise", None, "rowwise", "rowwise"]
+    assert experts_of(other)[1].reason.startswith("the recipe is high precision, override 'down_proj'")
 
 
 def test_experts_of_an_unknown_share_all_count() -> None:
@@ -88,20 +106,6 @@ def test_what_ignore_names_is_not_warned_of(families: dict[str, tuple[torch.nn.M
         assert not said
         assert all(row.reason.startswith("left out by ignore; a token meets") for row in experts_of(report))
         assert report.fp8_flop_share < 0.5
-
-
-def test_gpt2_is_counted() -> None:
-    transformers = pytest.importorskip("transformers")
-    ids = {"bos_token_id": 0, "eos_token_id": 0}
-    config = transformers.GPT2Config(n_embd=HIDDEN, n_layer=2, n_head=4, vocab_size=VOCAB, **ids)
-    with torch.device("meta"):
-        model = transformers.GPT2LMHeadModel(config)
-    report, said = convert(model)
-    sizes = {row.name.partition("h.1.")[2]: (row.in_features, row.out_features) for row in report.rows[5:]}
-    wanted = {"attn.c_attn": (1, 3), "attn.c_proj": (1, 1), "mlp.c_fc": (1, 4), "mlp.c_proj": (4, 1)}
-    assert sizes == {name: (HIDDEN * a, HIDDEN * b) for name, (a, b) in wanted.items()}
-    assert report.fp8_flop_share == 0.0 and "8 of Conv1D" in str(report)
-    assert len(said) == 1 and "convert left 100.0% of a token's FLOPs" in said[0]
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 import octavo
 from octavo import nn
 from octavo.testing import assert_bitwise, assert_sqnr
 from tests.assertions import assert_all_bitwise, assert_all_sqnr
+from tests.ranks import run_group
 from tests.recipes import FP8_RECIPES as RECIPES
 
 
@@ -81,9 +81,7 @@ def test_accumulation_adds_the_gradients_of_micro_batches(recipe, generator, dev
 DDP_RECIPES = ("tensorwise", "blockwise", "delayed")
 
 
-def _rank(rank, world_size, folder):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+def _rank(rank, world_size):
     results = {}
     for recipe in DDP_RECIPES:
         layer = torch.nn.parallel.DistributedDataParallel(build(recipe), broadcast_buffers=False)
@@ -93,17 +91,13 @@ def _rank(rank, world_size, folder):
             layer(x[rank]).float().square().mean().backward()
         gradients = [p.grad.float() for p in layer.module.parameters()]
         results[recipe] = (gradients, dict(layer.module.named_buffers()))
-    torch.save(results, f"{folder}/{rank}")
-    torch.distributed.barrier()  # who leaves first can take the other's threads down
-    torch.distributed.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="module")
-def ddp(tmp_path_factory):
+def ddp():
     """What each of two ranks ends with under each recipe: gradients and buffers."""
-    folder = tmp_path_factory.mktemp("ddp")
-    mp.spawn(_rank, (2, str(folder)), nprocs=2)
-    ranks = [torch.load(folder / str(rank)) for rank in range(2)]
+    ranks = run_group(_rank, 2)
     return {recipe: [rank[recipe] for rank in ranks] for recipe in DDP_RECIPES}
 
 

@@ -140,7 +140,7 @@ def read_job(rank: int, world: int, folder: Path, degree: int) -> dict[str, Any]
     return found
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.largest)])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any], int]:
     folder = tmp_path_factory.mktemp(f"cut-{request.param}")
     return folder, run_group(functools.partial(write_job, folder=folder), request.param), request.param

@@ -272,7 +272,7 @@ def test_what_cannot_be_cut_is_refused(inferred: list[dict[str, Any]]) -> None:
 
 # Training
 
-MICRO_BATCHES = 4
+STEPS, MICRO_BATCHES = 2, 4
 _NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
 # what every rank has whole
 ALIKE = {
@@ -282,10 +282,10 @@ ALIKE = {
 
 
 def train(model: Decoder, share: range, max_norm: float = 0.5) -> dict[str, Any]:
-    """Losses and norms of three steps over a share of micro-batches, and the parameters that every rank has whole."""
+    """Losses and norms of some steps over a share of micro-batches, and the parameters that every rank has whole."""
     optimizer = MasterAdamW(model, OptimizerSection(lr=0.001))
     found: dict[str, Any] = {"losses": [], "norms": [], "grads": {}}
-    for step in range(3):
+    for step in range(STEPS):
         for index in share:
             tokens = ids(100 * step + index, TOKENS + 1)
             loss = summed_loss(model, make_batch([tokens.numpy()], None)) / (MICRO_BATCHES * TOKENS)
@@ -381,7 +381,7 @@ def test_cut_and_sharded_has_the_bits_of_cut_alone() -> None:
             sharded, cut = found[recipe]
             assert sharded["norms"] == cut["norms"]
             assert sharded["losses"] == [
-                cut["losses"][s * MICRO_BATCHES + i] for s in range(3) for i in (rank // 2, rank // 2 + 2)
+                cut["losses"][s * MICRO_BATCHES + i] for s in range(STEPS) for i in (rank // 2, rank // 2 + 2)
             ]
             for name, tensor in cut["params"].items():
                 assert torch.equal(sharded["params"][name].bfloat16().float(), tensor), name

@@ -307,7 +307,7 @@ def test_the_command_under_torchrun_prints_once(tmp_path: Path) -> None:
     assert "Traceback" not in errors
 
 
-@SLOW
+@pytest.mark.largest
 def test_the_command_under_torchrun_saves_when_it_is_stopped(tmp_path: Path) -> None:
     metrics = tmp_path / "run" / METRICS_FILE
     with cores_shared(), torchrun(tmp_path, trainer={"steps": 10_000}) as job:

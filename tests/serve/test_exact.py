@@ -60,7 +60,7 @@ def gap_of_a_run(
         ("llama", "rowwise"),
         ("qwen3", "blockwise"),
         pytest.param("qwen3_moe", "blockwise", marks=pytest.mark.slow),
-        *(pytest.param(f, r, marks=pytest.mark.slow) for f, r in (("llama", "blockwise"), ("qwen3", "rowwise"))),
+        *(pytest.param(f, r, marks=pytest.mark.largest) for f, r in (("llama", "blockwise"), ("qwen3", "rowwise"))),
         pytest.param("qwen2", "rowwise", marks=pytest.mark.slow),
     ],
 )
@@ -78,7 +78,8 @@ def test_exact_one_at_a_time(kv_cache_dtype: str) -> None:
     [
         pytest.param("qwen3", "blockwise", 6, marks=pytest.mark.slow),
         ("llama", "rowwise", 1),
-        *(pytest.param(f, "rowwise", 16, marks=pytest.mark.slow) for f in ("qwen3", "gptj", "qwen3_moe")),
+        *(pytest.param(f, "rowwise", 16, marks=pytest.mark.slow) for f in ("qwen3", "qwen3_moe")),
+        pytest.param("gptj", "rowwise", 16, marks=pytest.mark.largest),
     ],
 )
 def test_exact_in_fp8_attention(family: str, recipe: str, batch: int) -> None:

@@ -25,11 +25,17 @@ SHAPES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "kv"), SHAPES, ids=str)
 @pytest.mark.parametrize(
-    ("query_len", "exact"), [(1, True), (512, True), (512, False)], ids=["decode", "prefill", "fast"]
+    ("query_len", "exact", "shape"),
+    [
+        *((query_len, True, shape) for query_len in (1, 512) for shape in SHAPES),
+        *((512, False, shape) for shape in SHAPES[:3]),
+        *(pytest.param(512, False, shape, marks=pytest.mark.largest) for shape in SHAPES[3:]),
+    ],
+    ids=str,
 )
-def test_launches(query_len: int, exact: bool, heads: int, kv_heads: int, dim: int, kv: str) -> None:
+def test_launches(query_len: int, exact: bool, shape: tuple[int, int, int, str]) -> None:
+    heads, kv_heads, dim, kv = shape
     kinds = ("fp8", "fp8") if kv == "fp8 attention" else (kv, "bf16")
     layer = allocate_kv_layer(4, kv_heads, dim, kinds[0], attention_dtype=kinds[1])
     q = torch.empty(512, heads, dim, dtype=torch.bfloat16)

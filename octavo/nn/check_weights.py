@@ -26,8 +26,8 @@ def check_weights(module: nn.Module) -> None:
     """
     found: dict[str, torch.Tensor] = {}
     for name, child in module.named_modules():
-        if isinstance(child, Linear) and child.weight is not None:
-            _add(found, f"{name}.weight" if name else "weight", child.weight, child.source)
+        if isinstance(child, Linear) and (matrix := child.matrix) is not None:
+            _add(found, f"{name}.weight" if name else "weight", matrix, child.source)
     for name, parameter in module.named_parameters():
         source = find_plain_source(parameter)
         if source is not None:

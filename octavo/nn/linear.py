@@ -134,7 +134,7 @@ class Linear(WeightHolder):
                     "or shard the model without all_gather_dtype='fp8'"
                 )
             options = (self.exact, self.observer, token_shards)
-            out = HighPrecisionLinearFunction.apply(flat, self.weight, bias, *options)
+            out = HighPrecisionLinearFunction.apply(flat, self.matrix, bias, *options)
         return out if is_matrix else out.view(*x.shape[:-1], self.out_features)
 
     def infer_codes(
@@ -147,7 +147,7 @@ class Linear(WeightHolder):
             with_bias: False where an activation adds it.
         """
         bias = self.bias if with_bias else None
-        return output_gemm(rows, self.weight, bias, self.source, plan, dtype, training=False)
+        return output_gemm(rows, self.matrix, bias, self.source, plan, dtype, training=False)
 
     def infer_parts(self, rows: QuantizedTensor, plan: LinearPlan, dtype: torch.dtype) -> torch.Tensor | PartialRows:
         """infer_codes, or this rank's part of it, which the next norm's kernel puts together with the others'."""
@@ -167,7 +167,7 @@ class Linear(WeightHolder):
     def _forward_fp8(
         self, flat: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, token_shards: TokenShards | None = None
     ) -> torch.Tensor:
-        weight, is_training = self.weight, torch.is_grad_enabled()
+        weight, is_training = self.matrix, torch.is_grad_enabled()
         is_emulated = recipe.fake_quant or recipe.emulated
         has_values = weight is not None and self.source.has_values
         if not has_values and (is_emulated or recipe.high_precision_gemms):

@@ -48,7 +48,7 @@ def pin_codes(module: nn.Module) -> None:
     with torch.inference_mode(False), torch.no_grad():
         for child in module.modules():
             if isinstance(child, Linear) and child.recipe is not None and keeps_codes(child.recipe):
-                child.source.pin(child.weight, child.plan_for(child.recipe))
+                child.source.pin(child.matrix, child.plan_for(child.recipe))
 
 
 def live_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -132,7 +132,7 @@ def renew_codes(module: nn.Module) -> list[QuantizedTensor]:
     found: list[QuantizedTensor] = []
     for child in module.modules():
         if isinstance(child, Linear) and (recipe := effective_recipe(child.recipe)).is_fp8:
-            child.source.renew(child.weight, child.plan_for(recipe))
+            child.source.renew(child.matrix, child.plan_for(recipe))
             found += child.quantized_weight(recipe)
     return found
 
@@ -141,7 +141,7 @@ def adopt_codes(module: nn.Module) -> None:
     """Take the pinned codes of every linear for those of its weight: they were written together with it."""
     for child in module.modules():
         if isinstance(child, Linear) and child.recipe is not None:
-            child.source.mark_fresh(child.weight, child.recipe)
+            child.source.mark_fresh(child.matrix, child.recipe)
 
 
 def mark_weights_updated(module: nn.Module) -> None:

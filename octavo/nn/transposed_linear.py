@@ -7,21 +7,18 @@ from octavo.nn.linear import Linear
 
 
 class TransposedLinear(Linear):
-    """y = x @ stored + bias under a recipe; the parameter and its key stay as Conv1D has them.
+    """y = x @ weight + bias under a recipe; the parameter and its key stay as Conv1D has them.
 
     Codes are made of the transposed weight, as a Linear's, in each forward: they are not kept from one to the next.
 
     Attributes:
-        weight: what is stored, [K, N], as a view [N, K] through which gradients go; the parameter itself is in
-            parameters() and state_dict().
+        weight: Parameter [K, N].
     """
 
     @property
-    def weight(self) -> torch.Tensor | None:  # type: ignore[override]
-        if "weight" not in self._parameters:
-            raise AttributeError("weight")
-        stored = self._parameters["weight"]
-        return None if stored is None else stored.t()
+    def matrix(self) -> torch.Tensor | None:
+        """The weight as a view [N, K], through which gradients go."""
+        return None if self.weight is None else self.weight.t()
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -46,6 +46,11 @@ class WeightHolder(DelayedLinear):
                 return
         super().__setattr__(name, value)
 
+    @property
+    def matrix(self) -> torch.Tensor | None:
+        """The weight as GEMMs read it, [N, K]; see TransposedLinear."""
+        return self.weight
+
     def set_recipe(self, recipe: Recipe | None) -> None:
         """Give this linear a recipe of its own, with the buffers that it needs where the weight has values."""
         self.recipe = recipe
@@ -68,11 +73,11 @@ class WeightHolder(DelayedLinear):
 
     def forward_operands(self, recipe: Recipe) -> Operands:
         """Codes of the weight for the output GEMM: (row range, [rows, K]) pairs, shared, not copied."""
-        return self.source.forward(self.weight, self.plan_for(recipe))
+        return self.source.forward(self.matrix, self.plan_for(recipe))
 
     def backward_operands(self, recipe: Recipe) -> Operands:
         """Codes of the weight for the grad_input GEMM: (row range, [K, rows]) pairs, shared, not copied."""
-        return self.source.backward(self.weight, self.plan_for(recipe))
+        return self.source.backward(self.matrix, self.plan_for(recipe))
 
     def quantized_weight(self, recipe: Recipe | None = None) -> list[QuantizedTensor]:
         """The weight's codes and scales as one QuantizedTensor a row range; shared, not copied."""

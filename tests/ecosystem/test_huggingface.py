@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.state import DistributedType
+from accelerate.state import AcceleratorState, DistributedType
 from safetensors.torch import load_file
 
 import octavo
@@ -19,12 +19,13 @@ from octavo.errors import ConfigError
 from octavo.integrations.huggingface import convert
 from octavo.models import char_tokenizer
 from octavo.testing import assert_bitwise
+from tests.integrations.test_huggingface import FAMILIES
 from tests.integrations.toy_trainer import make_model, make_rows, make_trainer
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ecosystem
 EXAMPLES = Path(__file__).parents[2] / "examples" / "huggingface"
-LAYERS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
+LAYERS = {"Llama": "LlamaDecoderLayer", "GptOss": "GptOssDecoderLayer", "GPT2": "GPT2Block"}
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +75,15 @@ def test_accelerate_launches_two_ranks(toy: Path) -> None:
     assert {words[2] for words in lines if words[0] == "loss"} == {"DistributedDataParallel"}
 
 
-def prepared(model: Any, kind: str) -> tuple[Accelerator, Any, Any]:
+def prepared(model: Any, kind: str, layer: str) -> tuple[Accelerator, Any, Any]:
     """A model and its optimizer, prepared by accelerate for DDP or FSDP2."""
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False, **LAYERS)
+    AcceleratorState._reset_state()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        cpu_ram_efficient_loading=False,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[layer],
+    )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin if kind == "fsdp2" else None)
     if kind == "fsdp2":  # accelerate switches FSDP on for accelerators alone, but shards on a CPU all the same
         accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
@@ -84,26 +91,30 @@ def prepared(model: Any, kind: str) -> tuple[Accelerator, Any, Any]:
 
 
 def train_prepared(rank: int, kind: str) -> dict[str, torch.Tensor]:
-    model = make_model()
-    convert(model, "rowwise")
-    accelerator, model, optimizer = prepared(model, kind)
-    losses = []
-    for ids in make_rows(80).split(4)[rank::2]:
-        loss = model(input_ids=ids, labels=ids).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    with pytest.raises(ConfigError, match=r"already, and convert comes before accelerator.prepare\(\): convert\("):
+    """Losses and weights of each family, on two ranks."""
+    found: dict[str, torch.Tensor] = {}
+    for family, layer in LAYERS.items():
+        model = make_model(family, **FAMILIES.get(family, {}))
         convert(model, "rowwise")
+        accelerator, model, optimizer = prepared(model.eval(), kind, layer)  # without dropout
+        losses = []
+        for ids in make_rows(80).split(4)[rank::2]:
+            loss = model(input_ids=ids, labels=ids).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        with pytest.raises(ConfigError, match=r"already, and convert comes before accelerator.prepare\(\): convert\("):
+            convert(model, "rowwise")
+        weights = accelerator.unwrap_model(model).state_dict()
+        found |= {f"{family} {key}": w.full_tensor() if hasattr(w, "full_tensor") else w for key, w in weights.items()}
+        found[f"{family} losses"] = torch.stack(losses)
     if kind == "fsdp2":
-        _, other, _ = prepared(make_model(), kind)
+        _, other, _ = prepared(make_model(), kind, LAYERS["Llama"])
         with pytest.raises(ConfigError, match=r"is sharded already .* call octavo.convert first"):
             octavo.convert(other, "rowwise")
-    weights = accelerator.unwrap_model(model).state_dict()
-    found = {name: w.full_tensor() if hasattr(w, "full_tensor") else w for name, w in weights.items()}
     torch.distributed.destroy_process_group()
-    return {"losses": torch.stack(losses), **found}
+    return found
 
 
 def test_ddp_and_fsdp2_train_alike() -> None:
@@ -113,7 +124,8 @@ def test_ddp_and_fsdp2_train_alike() -> None:
         assert list(one) == list(other)
         for name, tensor in one.items():
             assert_bitwise(other[name], tensor)
-    assert ddp[0]["losses"][-1] < ddp[0]["losses"][0] - 1
+    for family in LAYERS:
+        assert ddp[0][f"{family} losses"][-1] < ddp[0][f"{family} losses"][0] - 0.5
 
 
 @pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_8bit"])

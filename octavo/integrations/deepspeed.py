@@ -3,6 +3,7 @@
 Called by users in place of deepspeed.initialize, engine.save_checkpoint and engine.load_checkpoint.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -13,15 +14,14 @@ from typing import Any
 
 from torch import nn
 
+from octavo.env import torch_extensions_dir
 from octavo.errors import BackendError, CheckpointError, ConfigError
 from octavo.nn import Linear, fp8_state_dict, load_fp8_state_dict, mark_weights_updated, plan_fusion, update_scales
 from octavo.nn.fp8_state import agree_on_staged_amaxes
 
 _SERIES = (0, 19)  # of the version that the tests run
-_STATE = "octavo_fp8"  # key of delayed scaling's state in DeepSpeed's client_state
-_PLACE = "_octavo"
-# How the full name of a layer's or parameter's class begins -> whose FP8 it is.
-_OTHERS = {
+_STATE, _PLACE = "octavo_fp8", "_octavo"  # delayed scaling's in DeepSpeed's client_state; _Followed's in an engine
+_OTHERS = {  # how the full name of a layer's or parameter's class begins -> whose FP8 it is
     "deepspeed.linear.quantization.": "DeepSpeed's own FP8 (deepspeed.linear)",
     "transformer_engine.": "TransformerEngine",
     "torchao.float8.": "torchao's float8",
@@ -31,13 +31,10 @@ _OTHERS = {
 
 @dataclasses.dataclass
 class _Followed:
-    """Of an engine: global_steps at the last forward, micro_steps at the last new scales, whether a state was loaded.
+    """What is known of an engine: its global_steps and micro_steps, and whether a state was loaded."""
 
-    No checkpoint sets micro_steps back.
-    """
-
-    forward_at: int
-    scales_at: int = -1
+    forward_at: int  # global_steps at the last forward
+    scales_at: int = -1  # micro_steps at the last new scales; no checkpoint sets it back
     has_loaded: bool = False
 
 
@@ -183,14 +180,17 @@ def _check_builds() -> None:
     """DeepSpeed builds ops at their first use, waits for others' builds, and cannot tell that one was killed."""
     from torch.utils.cpp_extension import get_default_build_root
 
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    root = torch_extensions_dir() or Path(get_default_build_root())
     locks = [path for pattern in ("*/lock", "*/*/lock") for path in root.glob(pattern)]
-    held = {os.path.realpath(file) for file in Path("/proc").glob("[0-9]*/fd/*")} if locks else set()
+    held = set()
+    for file in Path("/proc").glob("[0-9]*/fd/*") if locks else ():
+        with contextlib.suppress(OSError):  # a process that has ended, or is not ours
+            held.add(os.readlink(file))
     for lock in locks:
         if held and os.path.realpath(lock) not in held and lock.exists():  # a build keeps its lock open
             raise BackendError(
                 f"{lock} is of a build that was killed, and DeepSpeed would wait for it for ever; remove it, unless "
-                "another host or container builds in this folder right now"
+                "another user, host or container builds in this folder right now"
             )
 
 

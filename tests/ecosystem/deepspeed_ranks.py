@@ -17,6 +17,7 @@ import octavo
 from octavo.errors import OctavoError
 from octavo.integrations import deepspeed as integration
 from octavo.nn import LayerNormLinear, LayerNormMLP, Linear, check_weights, set_fusion
+from octavo.nn.fusion import describe_fusion
 from octavo.numerics import Recipe, get_recipe
 
 STEPS, BATCH, DIM, VOCAB = 20, 8, 128, 64
@@ -34,8 +35,9 @@ class Case(NamedTuple):
 
 
 def recipe_of(name: str) -> Recipe:
-    name, _, update_every = name.partition("-")
-    return get_recipe(name, update_every=update_every) if update_every else get_recipe(name)
+    """delayed-step makes scales once a step; delayed-recent makes them of what the last step staged alone."""
+    delayed = {"delayed-step": {"update_every": "step"}, "delayed-recent": {"amax_compute_algo": "most_recent"}}
+    return get_recipe("delayed", **delayed[name]) if name in delayed else get_recipe(name)
 
 
 class Tied(nn.Module):
@@ -172,6 +174,8 @@ def under_deepspeed(case: Case, rank: int, folder: Path) -> tuple[list[float], d
     held = sum(module.source.held_bytes() for module in engine.module.modules() if isinstance(module, Linear))
     assert (held == 0) == (case.stage == 3), "ZeRO-3 leaves no codes of a weight that has gone"
     check_weights(engine.module)
+    if case.own_layers:
+        assert ("0 of 2 layers" in describe_fusion(engine.module)) == (case.stage == 3), "planned before its hooks came"
     return losses, gathered(engine)
 
 

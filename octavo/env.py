@@ -48,6 +48,11 @@ def huggingface_home() -> Path:
     return Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
 
 
+def torch_extensions_dir() -> Path | None:
+    """`TORCH_EXTENSIONS_DIR`: where torch builds C++ extensions; None for its own default."""
+    return _read("TORCH_EXTENSIONS_DIR", Path, default=None)
+
+
 def api_key_from_env() -> str | None:
     """`OCTAVO_API_KEY`: the key that clients of `octavo serve` must send; None where it is unset."""
     return _read("OCTAVO_API_KEY", str, default=None)

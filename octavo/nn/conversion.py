@@ -389,10 +389,15 @@ def _check_shared(model: nn.Module, names: list[str], recipes: Mapping[str, Reci
 
 
 def _check_whole(model: nn.Module, recipes: Mapping[str, Recipe | None]) -> None:
-    """Refuse to replace linears that another engine, FSDP2 or tensor parallelism, has taken in hand."""
+    """Refuse to replace linears that another engine, FSDP2, tensor parallelism or ZeRO-3, has taken in hand."""
     for name, recipe in recipes.items():
         linear = model.get_submodule(name)
         is_taken = recipe is not None and recipe.is_fp8 and not isinstance(linear, Linear)
+        if is_taken and hasattr(linear, "ds_id"):  # what its ZeRO-3 hooks ask of a module, and a new one lacks
+            raise ConfigError(
+                f"convert replaces torch.nn.Linear, and DeepSpeed's ZeRO-3 follows {name} already; call octavo.convert "
+                "first, then deepspeed.initialize"
+            )
         if is_taken and hasattr(linear._parameters.get("weight"), "device_mesh"):
             raise ConfigError(
                 f"convert replaces torch.nn.Linear, and {name} is sharded already (its weight is a DTensor); call "

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from octavo.distributed.amax import has_ranks, reduce_largest
 from octavo.errors import CheckpointError
 from octavo.nn.amax_watch import speak_again
 from octavo.nn.autocast_linear import find_linear, held_linears
@@ -58,6 +59,22 @@ def load_fp8_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], *, 
     for name, linear in linears.items():
         linear.load_state(found[name])
         linear.full_name = name
+
+
+@torch.no_grad()
+def agree_on_staged_amaxes(model: nn.Module) -> None:
+    """Make what each rank has staged the largest of all, as the next forward or step does: then one rank's state is
+    that of all. Every rank of a group calls it; twice changes nothing.
+    """
+    staged: dict[Any, list[torch.Tensor]] = {}
+    for _, linear in _linears(model):
+        recipe = linear.recipe
+        if has_ranks() and recipe is not None and recipe.delayed is not None and recipe.delayed.reduce_amax:
+            staged.setdefault(linear.source.group, []).append(linear.delayed_state(recipe).history[0])
+    for group, rows in staged.items():
+        flat = torch.cat(rows)
+        reduce_largest(flat, group)
+        torch._foreach_copy_(rows, list(flat.split([len(row) for row in rows])))
 
 
 def reset_amax_history(model: nn.Module) -> None:

@@ -1,5 +1,6 @@
-"""A stand-in for DeepSpeed's ZeRO-3, which is not installed here: as DeepSpeed does, hooks gather a module's parameters
-before its forward and backward and empty them after. One rank holds the whole "partition".
+"""A stand-in for DeepSpeed's ZeRO-3, which is not installed here (tests/ecosystem/test_deepspeed.py has the real one):
+as DeepSpeed does, hooks gather a module's parameters before its forward and backward and empty them after. One rank
+holds the whole "partition".
 """
 
 import copy
@@ -7,7 +8,9 @@ import copy
 import pytest
 import torch
 
+import octavo
 from octavo import nn
+from octavo.errors import ConfigError
 from octavo.testing import assert_bitwise
 from tests.recipes import FP8_RECIPES
 
@@ -83,6 +86,14 @@ def test_a_partitioned_weight_leaves_no_codes_and_is_always_quantized_again(reci
             parameter.ds_tensor.mul_(0.5)
             other.data.mul_(0.5)
         nn.mark_weights_updated(whole)
+
+
+def test_convert_comes_before_the_engine() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128))
+    model[0].ds_id = 0  # as DeepSpeed's engine numbers the modules that its hooks follow
+    with pytest.raises(ConfigError, match=r"ZeRO-3 follows 0 already; call octavo.convert first"):
+        octavo.convert(model, "rowwise")
+    assert type(model[0]) is torch.nn.Linear
 
 
 def test_codes_from_before_the_partition_go() -> None:

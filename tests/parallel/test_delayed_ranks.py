@@ -11,6 +11,7 @@ from octavo import nn
 from octavo.distributed.mesh import Mesh, ParallelSection
 from octavo.errors import ShapeError
 from octavo.models import Decoder, ModelConfig
+from octavo.nn.fp8_state import agree_on_staged_amaxes
 from octavo.numerics import Numerics, get_recipe
 from octavo.parallel import shard
 from octavo.run.optimizer import MasterAdamW
@@ -220,6 +221,21 @@ def not_finite(rank: int) -> dict[str, list[Any]]:
     return found
 
 
+def staged_alike(rank: int) -> list[bool]:
+    """Whether a state between a backward and the next forward is that of all ranks, and changes no later scale."""
+    recipe = get_recipe("delayed", amax_compute_algo="most_recent")
+    asked, left = plain(recipe=recipe), plain(recipe=recipe)
+    for model in (asked, left):
+        model((1 + rank) * batch(0, rank)).sum().backward()
+    agree_on_staged_amaxes(asked)
+    found = [all(_of_all(tensor)) for tensor in nn.fp8_state_dict(asked).values()]
+    found.append(not all(all(_of_all(tensor)) for tensor in nn.fp8_state_dict(left).values()))
+    for model in (asked, left):
+        model(batch(1, rank))
+    states = (nn.fp8_state_dict(model).values() for model in (asked, left))
+    return found + [torch.equal(a, b) for a, b in zip(*states, strict=True)]
+
+
 def count_collectives(rank: int, also_compiled: bool) -> dict[str, list[Any]]:
     """All-reduces of the forward and backward of two micro-batches, then of the optimizer's step; and the scales."""
     found: dict[str, list[Any]] = {}
@@ -259,6 +275,7 @@ def job(rank: int) -> dict[str, Any]:
     found["not_finite"] = not_finite(rank)
     found["collectives"] = count_collectives(rank, mesh.world_size == 4)
     found["mismatch"] = mismatch(rank)
+    found["staged_alike"] = staged_alike(rank)
     mesh.close()
     return found
 
@@ -291,6 +308,10 @@ def test_ranks_may_skip_layers_and_score_alone(ranks: list[dict[str, Any]]) -> N
 def test_amaxes_are_free_of_nan_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert all(found["not_finite"]["nan"]) and all(found["not_finite"]["inf"])
+
+
+def test_what_is_staged_can_be_saved_by_one_rank(ranks: list[dict[str, Any]]) -> None:
+    assert all(all(found["staged_alike"]) for found in ranks)
 
 
 def test_one_collective_a_step(ranks: list[dict[str, Any]]) -> None:

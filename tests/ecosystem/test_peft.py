@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,9 +15,12 @@ from torch import nn
 import octavo
 import octavo.models
 from octavo.errors import ConfigError, RecipeError
-from octavo.integrations.peft import LoraLinear, from_pretrained, get_peft_model, register
 from octavo.testing import assert_bitwise
 from tests.integrations.toy_trainer import BATCH, LEARNING_RATE, TOKENS, make_model, make_rows, make_trainer
+
+peft = pytest.importorskip("peft")  # the ordinary suite collects this file too
+
+from octavo.integrations.peft import LoraLinear, from_pretrained, get_peft_model, register  # noqa: E402
 
 pytestmark = pytest.mark.ecosystem
 EXAMPLE = Path(__file__).parents[2] / "examples" / "peft" / "lora.py"
@@ -26,7 +28,7 @@ STEPS, SAVED, RANK = 10, 5, 4
 MERGED = 0.1  # relative norm of logits: one rounding of W + BA to E4M3 for that of W
 
 
-def make_config(**options: Any) -> peft.LoraConfig:
+def make_config(**options: Any) -> Any:
     return peft.LoraConfig(**({"r": RANK, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]} | options))
 
 

@@ -55,7 +55,7 @@ def register(config: Any, model: nn.Module) -> Any:
         raise ConfigError(f"octavo's linears take LoRA and DoRA, a peft.LoraConfig; got {type(config).__name__}")
     if config.fan_in_fan_out:
         raise ConfigError("octavo's linears store [N, K], got fan_in_fan_out=True; leave it out")
-    if config.target_modules == "all-linear":
+    if str(config.target_modules).lower() == "all-linear":  # as PEFT compares it
         config.target_modules = _all_linears(model)
     config._register_custom_module({octavo.nn.Linear: LoraLinear})
     return config

@@ -156,7 +156,7 @@ def test_an_adapter_is_saved_as_plain_files(use_dora: bool, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("use_dora", "safe_merge"), [(False, False), (False, True), (True, False), (True, True)])
 def test_no_codes_are_stale_after_merging(use_dora: bool, safe_merge: bool) -> None:
-    model = make_adapted(use_dora=use_dora, target_modules="all-linear")
+    model = make_adapted(use_dora=use_dora, target_modules="All-Linear")
     train(model)
     assert [type(module) for module in model.modules() if hasattr(module, "base_layer")] == [LoraLinear] * 14
     before = logits(model)
@@ -230,11 +230,11 @@ def test_other_orders_and_methods_are_refused_in_one_line() -> None:
     with pytest.raises(ConfigError, match=r"got fan_in_fan_out=True; leave it out"):
         get_peft_model(model, make_config(fan_in_fan_out=True))
     with pytest.raises(ConfigError, match=r"adapters already; name the target_modules"):
-        register(make_config(target_modules="all-linear"), make_adapted())
+        register(make_config(target_modules="All-Linear"), make_adapted())
     own = octavo.models.Decoder(octavo.models.ModelConfig("llama", 64, 64, 96, 1, 4, 4, 16))
     octavo.convert(own, "blockwise")
     with pytest.raises(ConfigError, match=r"got octavo's \w+; load the checkpoint by transformers with"):
-        get_peft_model(own, make_config(target_modules="all-linear"))
+        get_peft_model(own, make_config(target_modules="All-Linear"))
     gpt2 = make_model("GPT2", n_embd=64, n_layer=1, n_head=4)
     octavo.convert(gpt2, "blockwise")
     with pytest.raises(ConfigError, match=r"c_attn is TransposedLinear, and adapters go on octavo\.nn\.Linear alone"):

@@ -20,6 +20,7 @@ HOMES = {
     "onnx": r"octavo\.qdq\.onnx(\.\w+)*",
     "bench": r"octavo\.cli\.bench",
     "lm_eval": r"octavo\.integrations\.lm_eval",
+    "peft": r"octavo\.integrations\.peft",
 }
 
 # torch.distributed has its own layers. amp.handle waits for its own.

@@ -23,6 +23,7 @@ ROWS: dict[str, dict[str, Versions]] = {
         "accelerate": Versions("1.15.0", "1.15.0"),
         "trl": Versions("1.16.0", "1.16.0"),
     },
+    "peft": {"peft": Versions("0.21.2", "0.21.2")},
 }
 
 

@@ -157,10 +157,12 @@ def convert(
         RecipeError: for an unknown recipe, a name in ignore or overrides that no linear has, an override of ignored
             linears alone, exact under a recipe that has none (octavo.Numerics), or exact for a model with torch's own
             linears.
-        ConfigError: for what is no module, and for torch's linears whose weights are sharded already.
+        ConfigError: for what is no module, for torch's linears whose weights are sharded already, and for a model with
+            PEFT's adapters, which come after convert.
         BackendError: for a recipe that the model's GPU lacks; it says which ones that has. Nothing was changed then.
     """
     require_module(model, "convert")
+    _refuse_adapters(model)
     refuse_text(ignore, "ignore")
     recipe = get_recipe(recipe)
     named = {name: get_recipe(value) for name, value in (overrides or {}).items()}
@@ -402,6 +404,18 @@ def _check_whole(model: nn.Module, recipes: Mapping[str, Recipe | None]) -> None
             raise ConfigError(
                 f"convert replaces torch.nn.Linear, and {name} is sharded already (its weight is a DTensor); call "
                 "octavo.convert first, then octavo.parallel.shard, fully_shard or parallelize_module"
+            )
+
+
+def _refuse_adapters(model: nn.Module) -> None:
+    """Refuse layers of PEFT's: their adapters are linears that stay in high precision, and merging writes unseen."""
+    for name, module in model.named_modules():
+        if "base_layer" in module._modules and any(
+            kind.__module__.startswith("peft.") for kind in type(module).__mro__
+        ):
+            raise ConfigError(
+                f"{name or 'this layer'} has PEFT's adapters already; convert the base first: "
+                "octavo.convert(model, recipe), then octavo.integrations.peft.get_peft_model(model, config)"
             )
 
 

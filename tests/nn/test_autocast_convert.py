@@ -28,6 +28,16 @@ def linear():
     return nn.Linear(128, 64, dtype=torch.float32)
 
 
+def test_a_model_with_adapters_is_refused_and_left_alone():
+    adapted = type("Linear", (torch.nn.Module,), {"__module__": "peft.tuners.lora.layer"})
+    model = plain_model()
+    wrapper = adapted()
+    wrapper.base_layer, wrapper.lora_A = model.up, torch.nn.Linear(64, 4)
+    model.up = wrapper
+    assert_raises(ConfigError, "up has PEFT's adapters already; convert the base first", nn.convert, model, "blockwise")
+    assert type(model.lm_head) is type(model.inner[0]) is torch.nn.Linear
+
+
 def test_own_recipe_wins_but_for_enabled_false():
     layer, x = linear(), torch.randn(4, 128)
     plain = layer(x).detach()

@@ -157,7 +157,10 @@ def dealt(group: TensorGroup, recipe: str, mode: Any, hidden_size: int) -> dict[
         samples = sample(cut)
     is_as_expected = num_dealt == 0 if recipe == "tensorwise" else num_scoring == 1 and num_dealt > 3
     with torch.no_grad():
-        found = {f"scores {i}": torch.equal(*pair) for i, pair in enumerate(zip(score(one), shared, strict=True))}
+        scores = score(one)
+    if mode == "reduce" and num_dealt and group.size > 2:  # a backend adds more than two parts in an order of its own
+        return {"scores": sqnr(scores[0], shared[0]) > 25, "dealt": is_as_expected}
+    found = {f"scores {i}": torch.equal(*pair) for i, pair in enumerate(zip(scores, shared, strict=True))}
     return found | {"samples": sample(one) == samples, "dealt": is_as_expected}
 
 

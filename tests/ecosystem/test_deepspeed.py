@@ -5,9 +5,11 @@ import os
 import re
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +58,13 @@ TOGETHER = [
 
 
 @pytest.fixture(scope="module")
-def built() -> None:
-    """DeepSpeed's op, once for all ranks."""
-    subprocess.run([sys.executable, "-c", BUILD], env=os.environ | ON_CPU, check=True, capture_output=True, timeout=600)
+def built() -> Iterator[None]:
+    """DeepSpeed's op, once for all ranks; ninja, which it asks for, lies beside this Python."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+        run = subprocess.run([sys.executable, "-c", BUILD], env=os.environ | ON_CPU, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +127,10 @@ def test_a_mistake_is_said_in_one_line(mistake: str, words: str, of_one_rank: di
 
 def launch(folder: Path, steps: int) -> subprocess.Popen[str]:
     """The example under DeepSpeed's launcher, two ranks."""
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "29651"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port]
     options = ["--folder", str(folder), "--recipe", "delayed", "--steps", str(steps), "--save-every", "2"]
     return subprocess.Popen(
         [*command, str(EXAMPLE), *options],

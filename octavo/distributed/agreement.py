@@ -41,7 +41,7 @@ def check_versions(starter: str, theirs: Mapping[str, str], own: str) -> None:
     Raises:
         ConfigError: names what differs, both processes and both values.
     """
-    advice = f"octavo or torch was installed anew while {starter} ran: restart the server"
+    advice = f"octavo or torch was installed again while {starter} ran: restart the server"
     _refuse_difference({starter: theirs, own: versions()}, advice)
 
 

@@ -56,12 +56,16 @@ def reduce_staged(
     if state.is_reduced:
         return
     members = _members(state, group) if peers is None else peers()
-    rows = [member.history[0] for member in members]
-    flat = torch.cat(rows)
-    reduce_largest(flat, group)
-    torch._foreach_copy_(rows, list(flat.split([len(row) for row in rows])))
+    reduce_rows([member.history[0] for member in members], group)
     for member in members:
         member.is_reduced = True
+
+
+def reduce_rows(rows: Sequence[torch.Tensor], group: Any = None) -> None:
+    """Make vectors the largest of all ranks, element by element, in place: one all-reduce for all of them."""
+    flat = torch.cat(list(rows))
+    reduce_largest(flat, group)
+    torch._foreach_copy_(list(rows), list(flat.split([len(row) for row in rows])))
 
 
 def check_alike(names: Sequence[str], device: torch.device, group: Any, agreed: set[tuple[Any, bytes]]) -> None:

@@ -38,8 +38,8 @@ class Memory:
     """Two buffers of each rank, in turns for messages of one kind.
 
     A rank that sends a message has come past the barrier behind the last one, which the others entered when they had
-    read the one before: so nobody reads where it writes. The host does not see when CUDA graphs send theirs; where they
-    do, another barrier goes before each.
+    read the one before: so no rank reads where it writes. The host does not see when CUDA graphs send theirs; where
+    they do, another barrier goes before each.
     """
 
     def __init__(self, shared: Shared) -> None:

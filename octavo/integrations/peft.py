@@ -113,7 +113,7 @@ class LoraLinear(lora.Linear):  # type: ignore[misc]
             super().update_layer(adapter_name, *args, **kwargs)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Add adapters to the base's weight, of which codes are made anew.
+        """Add adapters to the base's weight, of which codes are then made again.
 
         Raises:
             RecipeError: the base holds FP8 codes only.

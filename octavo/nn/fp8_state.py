@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo.distributed.amax import has_ranks, reduce_largest
+from octavo.distributed.amax import has_ranks, reduce_rows
 from octavo.errors import CheckpointError
 from octavo.nn.amax_watch import speak_again
 from octavo.nn.autocast_linear import find_linear, held_linears
@@ -72,9 +72,7 @@ def agree_on_staged_amaxes(model: nn.Module) -> None:
         if has_ranks() and recipe is not None and recipe.delayed is not None and recipe.delayed.reduce_amax:
             staged.setdefault(linear.source.group, []).append(linear.delayed_state(recipe).history[0])
     for group, rows in staged.items():
-        flat = torch.cat(rows)
-        reduce_largest(flat, group)
-        torch._foreach_copy_(rows, list(flat.split([len(row) for row in rows])))
+        reduce_rows(rows, group)
 
 
 def reset_amax_history(model: nn.Module) -> None:

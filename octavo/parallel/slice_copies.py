@@ -148,19 +148,24 @@ class SliceCopies:
                 to_peer += [shard[p.in_shard : p.in_shard + p.num, p.columns] for p in of_peer]
         places = list(bucket.places)
         like = next(place for each in places for place in each)
-        _copy_all(places[self._rank], sent[self._rank])
+        copy_all(places[self._rank], sent[self._rank])
         sent[self._rank] = places[self._rank] = []
         message, parts = _laid_out(sent, like)
-        _copy_all(parts, list(itertools.chain(*sent)))
+        copy_all(parts, list(itertools.chain(*sent)))
         answer, parts = _laid_out(places, like)
         exchange_parts(answer, message, _sizes(places), _sizes(sent), self._group)
-        _copy_all(list(itertools.chain(*places)), parts)
+        copy_all(list(itertools.chain(*places)), parts)
         return _sums(answer, places), _sums(message, sent)
 
 
-def _copy_all(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    if into:
-        torch._foreach_copy_(into, values)
+def copy_all(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Few launches for what is on one device, for a host takes longer to launch a copy than most of them take."""
+    is_here = [a.device == b.device for a, b in zip(into, values, strict=True)]
+    for a, b, is_near in zip(into, values, is_here, strict=True):
+        if not is_near:
+            a.copy_(b)
+    if any(is_here):
+        torch._foreach_copy_(list(itertools.compress(into, is_here)), list(itertools.compress(values, is_here)))
 
 
 def _sizes(parts: Sequence[Sequence[torch.Tensor]]) -> list[int]:

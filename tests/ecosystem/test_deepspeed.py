@@ -148,7 +148,7 @@ def losses(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(built: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nobody disturbed."""
+    """The folder of a run that was not disturbed."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     run = launch(folder, 5)
     out, _ = run.communicate(timeout=400)

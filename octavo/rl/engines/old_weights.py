@@ -1,10 +1,11 @@
 """The weights that a sampler has, kept while others are written over them: what fails is taken back."""
 
 from collections.abc import Iterator
-from itertools import chain, compress, groupby, islice
+from itertools import chain, groupby, islice
 
 import torch
 
+from octavo.parallel.slice_copies import copy_all
 from octavo.serve.engine import Engine
 from octavo.weights.exchange import pieces_of
 
@@ -32,12 +33,12 @@ class OldWeights:
         pieces.sort(key=lambda piece: piece.nbytes, reverse=True)  # the small ones fill what large ones leave
         places = [self._places_for(size, list(group)) for size, group in groupby(pieces, _aligned_bytes)]
         self._kept = list(zip(pieces, chain.from_iterable(places), strict=True))
-        _copy_all([kept for _, kept in self._kept], pieces)
+        copy_all([kept for _, kept in self._kept], pieces)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Write the old weights back, where they were."""
-        _copy_all([live for live, _ in self._kept], [kept for _, kept in self._kept])
+        copy_all([live for live, _ in self._kept], [kept for _, kept in self._kept])
 
     def release(self) -> None:
         """Give the cache its memory back, as it was allocated: its readers multiply what they leave out by zero."""
@@ -58,13 +59,3 @@ class OldWeights:
 
 def _aligned_bytes(piece: torch.Tensor) -> int:
     return -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _copy_all(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """Few launches for what is on one device, for a host takes longer to launch a copy than most of them take."""
-    is_here = [a.device == b.device for a, b in zip(into, values, strict=True)]
-    for a, b, is_near in zip(into, values, is_here, strict=True):
-        if not is_near:
-            a.copy_(b)
-    if any(is_here):
-        torch._foreach_copy_(list(compress(into, is_here)), list(compress(values, is_here)))

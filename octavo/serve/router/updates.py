@@ -114,7 +114,7 @@ class FleetUpdates:
             return _as_json({"weight_version": max(versions), "replicas": of_each})
 
     async def _take_back(self, answers: Sequence[Reply]) -> None:
-        """Bring the old weights back where the new ones are; a replica of which nobody knows is started again."""
+        """Bring the old weights back where the new ones are; a replica whose state is not known is started again."""
         for part, answer in zip(self._parts, answers, strict=True):
             if answer.status == 0:
                 part.replica.restart()

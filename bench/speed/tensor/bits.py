@@ -13,9 +13,10 @@ from octavo.testing.assertions import assert_bitwise
 
 RECIPES = ("bf16", "rowwise", "blockwise")
 _NUM_LAYERS, _NUM_TOKENS = 4, 72
-_PROMPT_LENS = (5, 63, 64, 130, 400)  # around the ends of pages; the last one is cut into chunks
+# around the ends of pages; the last one is cut into chunks; enough to decode at once that ranks share the sampled rows
+_PROMPT_LENS = (*range(9, 37), 5, 63, 64, 130, 400)
 _LONG_PROMPT_LEN = 3001  # whose norms each rank computes for a share of the tokens
-_LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 512, "num_kv_pages": 9}  # preempts
+_LIMITS = {"max_num_seqs": 32, "max_num_batched_tokens": 128, "max_model_len": 512, "num_kv_pages": 48}  # preempts
 
 
 @dataclasses.dataclass(frozen=True)

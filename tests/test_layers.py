@@ -22,6 +22,7 @@ HOMES = {
     "lm_eval": r"octavo\.integrations\.lm_eval",
     "peft": r"octavo\.integrations\.peft",
     "deepspeed": r"octavo\.integrations\.deepspeed",
+    "colossalai": r"octavo\.integrations\.colossalai",
 }
 
 # torch.distributed has its own layers. amp.handle waits for its own.

@@ -21,6 +21,8 @@ HOMES = {
     "bench": r"octavo\.cli\.bench",
     "lm_eval": r"octavo\.integrations\.lm_eval",
     "peft": r"octavo\.integrations\.peft",
+    "deepspeed": r"octavo\.integrations\.deepspeed",
+    "colossalai": r"octavo\.integrations\.colossalai",
 }
 
 # torch.distributed has its own layers. amp.handle waits for its own.

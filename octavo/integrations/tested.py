@@ -24,6 +24,8 @@ ROWS: dict[str, dict[str, Versions]] = {
         "trl": Versions("1.16.0", "1.16.0"),
     },
     "peft": {"peft": Versions("0.21.2", "0.21.2")},
+    "deepspeed": {"deepspeed": Versions("0.19.8", "0.19.8")},
+    "colossalai": {"colossalai": Versions("0.5.0", "0.5.0")},
 }
 
 

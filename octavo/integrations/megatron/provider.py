@@ -1,0 +1,39 @@
+"""OctavoSpecProvider: what Megatron's spec builders ask which module to use."""
+
+from typing import Any
+
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+
+from octavo.integrations.megatron.attention import OctavoDotProductAttention
+from octavo.integrations.megatron.experts import OctavoGroupedMLP
+from octavo.integrations.megatron.linear import OctavoColumnParallelLinear, OctavoRowParallelLinear
+from octavo.integrations.megatron.norm import OctavoNorm
+
+
+class OctavoSpecProvider(LocalSpecProvider):  # type: ignore[misc]
+    """Octavo's linears, norms, attention and experts: a BackendSpecProvider."""
+
+    def column_parallel_linear(self) -> type:
+        """The linear whose rows are cut among the ranks."""
+        return OctavoColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        """The linear whose columns are."""
+        return OctavoRowParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        """The norm that the config names."""
+        return OctavoNorm
+
+    def core_attention(self) -> type:
+        """Attention between the linears."""
+        return OctavoDotProductAttention
+
+    def grouped_mlp_modules(
+        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool = False
+    ) -> tuple[type, Any]:
+        """The experts: together, or one after the other."""
+        linears = MLPSubmodules(linear_fc1=OctavoColumnParallelLinear, linear_fc2=OctavoRowParallelLinear)
+        return OctavoGroupedMLP if moe_use_grouped_gemm else SequentialMLP, linears

@@ -1,0 +1,44 @@
+"""Shims that let Megatron-Core run without a GPU, for tests alone; as a script, they come before another script's code.
+
+Megatron asks torch.cuda for the current device, keeps CUDA's random states, and writes device="cuda" in its code.
+"""
+
+import contextlib
+import runpy
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class _CudaIsTheCpu(TorchFunctionMode):
+    """What asks for a CUDA device gets the CPU, and a tensor's type has the name of CUDA's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.")
+        if "cuda" in str(kwargs.get("device", "")):
+            kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **kwargs)
+
+
+def without_cuda() -> None:
+    """Install the shims in this process, for good."""
+    warnings.simplefilter("ignore")
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    _CudaIsTheCpu().__enter__()
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
+
+
+if __name__ == "__main__":
+    without_cuda()
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

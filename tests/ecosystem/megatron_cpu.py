@@ -36,6 +36,10 @@ def without_cuda() -> None:
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):  # the router of 0.16.1 names it without TransformerEngine too
+        moe_utils.te_general_gemm = None
 
 
 if __name__ == "__main__":

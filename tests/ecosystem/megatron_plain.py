@@ -155,7 +155,9 @@ class PlainGPT(nn.Module):
 
     def replicated(self) -> list[nn.Parameter]:
         """What each rank has seen some of the tokens of, under sequence parallelism."""
-        names = [name for name, _ in self.named_parameters() if "norm" in name or name.endswith(("proj_bias", "fc2_bias"))]
+        names = [
+            name for name, _ in self.named_parameters() if "norm" in name or name.endswith(("proj_bias", "fc2_bias"))
+        ]
         return [self.get_parameter(name) for name in names] if self.sequence else []
 
 

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import octavo
-from octavo.errors import OctavoError
 from octavo.numerics import Recipe, get_recipe
 from tests.ecosystem.megatron_cpu import without_cuda
 from tests.ecosystem.megatron_plain import HEADS, HIDDEN, LAYERS, SEQ, VOCAB, PlainGPT
@@ -23,7 +22,7 @@ STEPS, BATCH = 20, 4
 class Case(NamedTuple):
     """One run of STEPS steps; resumed: by a new model and optimizer, from a checkpoint, after half of them.
 
-    cut: what the ranks share: "data", "tensor", or "sequence" (tensor and sequence parallelism).
+    cut: what the ranks share: "data", "tensor", "sequence" (tensor and sequence parallelism), "stages".
     dtype: "fp32", "bf16", or "bf16-sharded" with Megatron's distributed optimizer.
     """
 
@@ -60,6 +59,7 @@ class Run:
     """A model, its optimizer and its steps, all Megatron's."""
 
     def __init__(self, case: Case, seed: int = 0) -> None:
+        from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer.module import Float16Module
@@ -68,14 +68,19 @@ class Run:
 
         self.case, is_bf16 = case, case.dtype != "fp32"
         num_ranks = dist.get_world_size()
-        tensor = 1 if case.cut == "data" else num_ranks
         self.config = config(
-            tensor_model_parallel_size=tensor,
+            tensor_model_parallel_size=num_ranks if case.cut in ("tensor", "sequence") else 1,
+            pipeline_model_parallel_size=num_ranks if case.cut == "stages" else 1,
+            pipeline_dtype=torch.float32,
             sequence_parallel=case.cut == "sequence",
             bf16=is_bf16,
             params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
         )
-        self.model = gpt(self.config, gpt_block_spec(self.config, recipe_of(case.recipe)), seed)
+        ends = {
+            "pre_process": parallel_state.is_pipeline_first_stage(),
+            "post_process": parallel_state.is_pipeline_last_stage(),
+        }
+        self.model = gpt(self.config, gpt_block_spec(self.config, recipe_of(case.recipe)), seed, **ends)
         wrapped = Float16Module(self.config, self.model) if is_bf16 else self.model
         sharded = case.dtype == "bf16-sharded"
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
@@ -166,7 +171,7 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def plain(case: Case, began: dict[str, torch.Tensor]) -> list[float]:
     """Losses in plain torch, with sums over ranks and micro-batches as Megatron's DDP makes them."""
     num_ranks = dist.get_world_size()
-    tensor = 1 if case.cut == "data" else num_ranks
+    tensor = num_ranks if case.cut in ("tensor", "sequence") else 1
     model = PlainGPT(tensor, recipe_of(case.recipe), case.cut == "sequence")
     model.load_megatron(began)
     parameters = list(model.parameters())
@@ -184,7 +189,7 @@ def plain(case: Case, began: dict[str, torch.Tensor]) -> list[float]:
         model.zero_grad()
         if (i + 1) % case.accumulation:
             continue
-        if num_ranks > tensor:
+        if case.cut == "data":
             for total in sums:
                 total /= num_ranks
                 dist.all_reduce(total)
@@ -204,40 +209,27 @@ def compare(cases: list[Case], folder: Path) -> list[tuple[list[float], list[flo
     """(losses under Megatron, in plain torch) of each case."""
     results = []
     for i, case in enumerate(cases):
-        begin_parallel(case)
+        begin_parallel(tensor_model_parallel_size=1 if case.cut == "data" else dist.get_world_size())
         mine, began = megatron(case, folder / str(i))
         results.append((mine, plain(case, began)))
     return results
 
 
-def begin_parallel(case: Case) -> None:
-    """Megatron's groups for a case."""
+def begin_parallel(**sizes: int) -> None:
+    """Megatron's groups, of initialize_model_parallel's sizes."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(1 if case.cut == "data" else dist.get_world_size())
-
-
-import faulthandler; faulthandler.dump_traceback_later(120)
-
-def alone(rank: int, cases: list[Case], folder: str) -> dict[str, Any]:
-    """All that one rank shows."""
-    begin()
-    results = {"cases": compare(cases, Path(folder))}
-    dist.destroy_process_group()
-    return results
-
-
-def together(rank: int, cases: list[Case], folder: str) -> dict[str, Any]:
-    """What two ranks show."""
-    begin()
-    results = {"cases": compare(cases, Path(folder))}
-    dist.barrier()
-    dist.destroy_process_group()
-    return results
+    parallel_state.initialize_model_parallel(**sizes)
 
 
 def begin() -> None:
     """A process group, and Megatron without CUDA."""
     without_cuda()
     dist.init_process_group("gloo")
+
+
+def end() -> None:
+    """Who leaves first would take the others' connections down."""
+    dist.barrier()
+    dist.destroy_process_group()

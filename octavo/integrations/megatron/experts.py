@@ -1,4 +1,4 @@
-"""Megatron's experts as grouped GEMMs: one launch for all experts of this rank, in place of one linear after the other."""
+"""Megatron's experts as grouped GEMMs: all experts of this rank together, in place of one after the other."""
 
 from typing import Any
 

@@ -53,7 +53,7 @@ class Product(Linear):
 
 
 class InFp8(nn.Module):
-    """What both linears add: `fp8`, a Product. They have the recipe of the config's --fp8-* flags, or of their layer."""
+    """What both linears add: `fp8`, a Product. The recipe is that of the config's --fp8-* flags, or of their layer."""
 
     config: Any
     weight: nn.Parameter | None

@@ -23,7 +23,9 @@ class OctavoNorm:
         centered = config.layernorm_zero_centered_gamma
         norm = build_norm(config.normalization, hidden_size, eps, centered, config.params_dtype, _device(config))
         for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # Megatron adds such gradients over the ranks
+            vars(parameter)["sequence_parallel"] = (
+                config.sequence_parallel
+            )  # Megatron adds such gradients over the ranks
         return norm
 
 

@@ -1,4 +1,4 @@
-"""The tests' GPT in plain torch with octavo's norms: torch.nn.Linear and octavo.convert, cut among ranks where Megatron's is.
+"""The tests' GPT in plain torch with octavo's norms: torch.nn.Linear and octavo.convert, cut as Megatron's is.
 
 Operations stand in the order of Megatron's local layers, so that its losses can be equal in bits.
 """

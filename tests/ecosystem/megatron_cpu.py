@@ -4,10 +4,14 @@ Megatron asks torch.cuda for the current device, keeps CUDA's random states, and
 """
 
 import contextlib
+import functools
 import runpy
 import sys
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -42,7 +46,28 @@ def without_cuda() -> None:
         moe_utils.te_general_gemm = None
 
 
+def training_without_cuda() -> None:
+    """Shims for Megatron-LM's own scripts, from a checkout."""
+    from megatron.core import tensor_parallel
+    from megatron.training import initialize, training
+
+    torch.cuda.device_count = lambda: 8  # type: ignore[assignment]
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9)  # type: ignore[assignment]
+    torch.cuda.set_device = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.stream = contextlib.nullcontext  # type: ignore[assignment, misc]
+    torch.cuda.get_rng_state = torch.get_rng_state  # type: ignore[assignment]
+    torch.cuda.set_rng_state = torch.set_rng_state  # type: ignore[assignment]
+    for name in ("Stream", "Event", "current_stream"):
+        setattr(torch.cuda, name, MagicMock())
+    tensor_parallel.model_parallel_cuda_manual_seed = lambda *_, **__: None
+    initialize._compile_dependencies = lambda: None  # kernels for CUDA
+    training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)
+
+
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(sys.argv[1]).parent))  # as for a script; Megatron-LM's checkout comes first
     without_cuda()
+    if Path(sys.argv[1]).name == "pretrain_gpt.py":
+        training_without_cuda()
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -236,3 +236,44 @@ def test_a_killed_rank_ends_the_run_which_goes_on_from_its_checkpoint(tmp_path: 
 def ranks_of(launcher: int) -> list[int]:
     """Processes that torchrun has started, each in a group of its own."""
     return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+
+
+CHECKOUT = os.environ.get("MEGATRON_LM", "")
+GPT = """--spec octavo.integrations.megatron gpt_layer --num-layers 2 --hidden-size 128 --num-attention-heads 4 --mock-data
+    --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 4 --train-iters 6 --lr 1e-3
+    --split 99,1,0 --lr-decay-iters 6 --tokenizer-type NullTokenizer --vocab-size 127 --transformer-impl local --bf16
+    --distributed-backend gloo --use-cpu-initialization --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+    --no-persist-layer-norm --no-bias-gelu-fusion --no-bias-dropout-fusion --attention-dropout 0 --hidden-dropout 0
+    --eval-iters 0 --eval-interval 100 --log-interval 1 --ckpt-format torch_dist --no-load-rng --fp8-format hybrid"""
+
+
+def pretrain(*flags: str) -> dict[int, str]:
+    """Megatron-LM's pretrain_gpt.py on two ranks: iteration -> loss."""
+    launcher = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    script = ["-m", "tests.ecosystem.megatron_cpu", str(Path(CHECKOUT, "pretrain_gpt.py")), *GPT.split(), *flags]
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    run = subprocess.run(
+        [sys.executable, "-m", *launcher, *script],
+        env=os.environ | environment | {"PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    return {int(n): loss for n, loss in re.findall(r"iteration +(\d+)/.*lm loss: (\S+)", run.stdout)}
+
+
+@pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM names no checkout of Megatron-LM (core_v0.16.1, its helpers built)")
+def test_megatron_lms_own_script_trains_and_resumes(tmp_path: Path) -> None:
+    """pretrain_gpt.py with its flags and octavo's spec: tensor ranks, resumed with delayed scaling's state, stages."""
+    tensor = ("--tensor-model-parallel-size", "2")
+    whole = pretrain(*tensor)
+    assert list(whole) == [1, 2, 3, 4, 5, 6]
+    assert float(whole[6]) < float(whole[1]) - 1
+    saving = ("--save", str(tmp_path / "saved"), "--save-interval", "3", "--exit-interval", "3")
+    assert pretrain(*tensor, *saving) == {n: whole[n] for n in (1, 2, 3)}
+    resumed = pretrain(*tensor, "--load", str(tmp_path / "saved"))
+    assert [resumed[n] for n in (4, 6)] == [whole[n] for n in (4, 6)]  # of 5 it shows the mean of 4 and 5
+    assert pretrain(*tensor, "--fp8-recipe", "blockwise")[6] != whole[6]
+    stages = pretrain("--pipeline-model-parallel-size", "2")
+    assert float(stages[6]) < float(stages[1]) - 1

@@ -102,6 +102,36 @@ def resharded(folder: Path) -> dict[str, Any]:
     return {"before": before, "after": after, "state": all(torch.equal(saved[name], loaded[name]) for name in saved)}
 
 
+def fused_norms() -> dict[str, Any]:
+    """Keys and losses of a model whose norms are in the linears, beside those of one with the same weights."""
+    from octavo.integrations.megatron import gpt_layer_spec
+
+    num_ranks = dist.get_world_size()
+    begin_parallel(tensor_model_parallel_size=num_ranks)
+    settings = config(tensor_model_parallel_size=num_ranks)
+    apart, fused = (gpt(settings, gpt_layer_spec("blockwise", fuse_norms=is_fused)) for is_fused in (False, True))
+    weights = apart.state_dict()
+    for name in list(weights):
+        norm, _, last = name.rpartition(".")
+        into = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
+        if place := into.get(norm.rpartition(".")[2]):
+            weights[f"{norm.rpartition('.')[0]}.{place}.layer_norm_{last}"] = weights.pop(name)
+    fused.load_state_dict(weights)
+    ids, losses = batches(Case("", 1, "tensor"))[0], []
+    sharded = [sorted(value.key for value in model.sharded_state_dict().values()) for model in (apart, fused)]
+    for model in (apart, fused):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        losses.append([])
+        for _ in range(FEW):
+            loss = loss_of(_called(model), ids)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+        octavo.nn.check_weights(model)
+    return {"keys": list(fused.state_dict()), "sharded": sharded, "losses": losses}
+
+
 def experts() -> dict[str, list[float]]:
     """Losses of a model with experts in bf16, one after the other in FP8, and together."""
     from octavo.integrations.megatron import gpt_layer_spec
@@ -221,7 +251,7 @@ def refusals() -> dict[str, str]:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from octavo.integrations.megatron import OctavoTransformerLayer, gpt_layer_spec
+    from octavo.integrations.megatron import OctavoSpecProvider, OctavoTransformerLayer, gpt_layer_spec
     from octavo.integrations.megatron.layer import _submodules
 
     begin_parallel()
@@ -254,14 +284,14 @@ def refusals() -> dict[str, str]:
     step = get_recipe("delayed", update_every="step")
     attempt("scales by the step", lambda: gpt(config(), gpt_layer_spec(step)))
     ends = config(**fp8, first_last_layers_bf16=True)
-    parts = _submodules(ends, has_experts=False)
+    parts = _submodules(ends, OctavoSpecProvider(), False)
     outside = gpt(ends, ModuleSpec(module=TransformerLayer, submodules=parts))
     attempt("a linear in no layer", lambda: _called(outside)(torch.zeros(1, SEQ, dtype=torch.int64)))
 
     bias = config(num_moe_experts=2, moe_grouped_gemm=True)
     attempt("experts with a bias", lambda: gpt(bias, gpt_layer_spec("blockwise")))
     other = type("TELinear", (ColumnParallelLinear,), {"__module__": "transformer_engine.pytorch.module.linear"})
-    mixed = _submodules(config(), has_experts=False)
+    mixed = _submodules(config(), OctavoSpecProvider(), False)
     mixed.self_attention.submodules.linear_qkv = other
     attempt("two backends", lambda: OctavoTransformerLayer(config(), mixed, recipe="blockwise"))
     return said
@@ -291,6 +321,7 @@ def alone(rank: int, cases: list[Case], folder: str) -> dict[str, Any]:
         "left": left(),
         "codes": codes(),
         "experts": experts(),
+        "fused norms": fused_norms(),
         "recipes": recipes(),
         "refusals": refusals(),
         "no state": state_is_needed(),
@@ -306,6 +337,7 @@ def together(rank: int, cases: list[Case], folder: str) -> dict[str, Any]:
         "cases": compare(cases, Path(folder)),
         "resharded": resharded(Path(folder, "resharded")),
         "experts": experts(),
+        "fused norms": fused_norms(),
         "pipeline": pipeline(),
     }
     end()

@@ -91,6 +91,22 @@ def test_grouped_experts_have_the_bits_of_experts_one_after_the_other(of_one_ran
             assert losses[recipe][-1] == pytest.approx(losses["bf16"][-1], rel=0.01)  # FP8's own effect is 0.2 %
 
 
+def test_norms_in_the_linears_have_transformer_engines_keys(of_one_rank: Any, of_two_ranks: Any) -> None:
+    """On one rank they are one step, whose backward reads the norm's input in FP8; on two they run one by one."""
+    for results in (of_one_rank, *of_two_ranks):
+        found = results["fused norms"]
+        assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in found["keys"]
+        assert "decoder.layers.1.mlp.linear_fc1.layer_norm_bias" in found["keys"]
+        assert not [name for name in found["keys"] if "input_layernorm" in name]
+        assert found["sharded"][0] == found["sharded"][1], "one distributed checkpoint for both"
+        apart, fused = found["losses"]
+        assert apart[0] == fused[0]
+        assert apart[-1] == pytest.approx(fused[-1], rel=0.01)
+    one, two = (results["fused norms"]["losses"] for results in (of_one_rank, of_two_ranks[0]))
+    assert one[0] != one[1]
+    assert two[0] == two[1]
+
+
 def test_the_codes_are_those_of_the_exported_weights(of_one_rank: dict[str, Any]) -> None:
     assert len(of_one_rank["codes"]) == 8
     for held, wanted, held_scale, wanted_scale in of_one_rank["codes"]:
@@ -239,7 +255,8 @@ def ranks_of(launcher: int) -> list[int]:
 
 
 CHECKOUT = os.environ.get("MEGATRON_LM", "")
-GPT = """--spec octavo.integrations.megatron gpt_layer --num-layers 2 --hidden-size 128 --num-attention-heads 4 --mock-data
+GPT = """--spec octavo.integrations.megatron gpt_layer --num-layers 2 --hidden-size 128 --num-attention-heads 4
+    --mock-data
     --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 4 --train-iters 6 --lr 1e-3
     --split 99,1,0 --lr-decay-iters 6 --tokenizer-type NullTokenizer --vocab-size 127 --transformer-impl local --bf16
     --distributed-backend gloo --use-cpu-initialization --no-gradient-accumulation-fusion --no-masked-softmax-fusion
@@ -263,7 +280,9 @@ def pretrain(*flags: str) -> dict[int, str]:
     return {int(n): loss for n, loss in re.findall(r"iteration +(\d+)/.*lm loss: (\S+)", run.stdout)}
 
 
-@pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM names no checkout of Megatron-LM (core_v0.16.1, its helpers built)")
+@pytest.mark.skipif(
+    not CHECKOUT, reason="MEGATRON_LM names no checkout of Megatron-LM (core_v0.16.1, its helpers built)"
+)
 def test_megatron_lms_own_script_trains_and_resumes(tmp_path: Path) -> None:
     """pretrain_gpt.py with its flags and octavo's spec: tensor ranks, resumed with delayed scaling's state, stages."""
     tensor = ("--tensor-model-parallel-size", "2")

@@ -23,6 +23,7 @@ from octavo.integrations.megatron.experts import OctavoGroupedMLP  # noqa: E402
 from octavo.integrations.megatron.layer import OctavoTransformerLayer, gpt_block_spec, gpt_layer, gpt_layer_spec  # noqa: E402
 from octavo.integrations.megatron.linear import OctavoColumnParallelLinear, OctavoRowParallelLinear  # noqa: E402
 from octavo.integrations.megatron.norm import OctavoNorm  # noqa: E402
+from octavo.integrations.megatron.norm_linear import OctavoLayerNormColumnParallelLinear  # noqa: E402
 from octavo.integrations.megatron.provider import OctavoSpecProvider  # noqa: E402
 from octavo.integrations.megatron.recipe import recipe_of  # noqa: E402
 
@@ -30,6 +31,7 @@ __all__ = [
     "OctavoColumnParallelLinear",
     "OctavoDotProductAttention",
     "OctavoGroupedMLP",
+    "OctavoLayerNormColumnParallelLinear",
     "OctavoNorm",
     "OctavoRowParallelLinear",
     "OctavoSpecProvider",

@@ -10,10 +10,18 @@ from octavo.integrations.megatron.attention import OctavoDotProductAttention
 from octavo.integrations.megatron.experts import OctavoGroupedMLP
 from octavo.integrations.megatron.linear import OctavoColumnParallelLinear, OctavoRowParallelLinear
 from octavo.integrations.megatron.norm import OctavoNorm
+from octavo.integrations.megatron.norm_linear import OctavoLayerNormColumnParallelLinear
 
 
 class OctavoSpecProvider(LocalSpecProvider):  # type: ignore[misc]
-    """Octavo's linears, norms, attention and experts: a BackendSpecProvider."""
+    """Octavo's linears, norms, attention and experts: a BackendSpecProvider.
+
+    Args:
+        fuse_norms: a norm and the linear after it are one module, with TransformerEngine's keys.
+    """
+
+    def __init__(self, *, fuse_norms: bool = False) -> None:
+        self._fuse_norms = fuse_norms
 
     def column_parallel_linear(self) -> type:
         """The linear whose rows are cut among the ranks."""
@@ -22,6 +30,14 @@ class OctavoSpecProvider(LocalSpecProvider):  # type: ignore[misc]
     def row_parallel_linear(self) -> type:
         """The linear whose columns are."""
         return OctavoRowParallelLinear
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        """Whether column_parallel_layer_norm_linear is asked for."""
+        return self._fuse_norms
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        """A norm and the linear after it."""
+        return OctavoLayerNormColumnParallelLinear
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
         """The norm that the config names."""

@@ -297,6 +297,24 @@ def refusals() -> dict[str, str]:
     return said
 
 
+def converted() -> dict[str, Any]:
+    """What octavo.convert does to a model of octavo's layers, and says to one of Megatron's own."""
+    import warnings
+
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from octavo.integrations.megatron import gpt_layer_spec
+
+    begin_parallel()
+    model = gpt(config(), gpt_layer_spec("blockwise"))
+    report = octavo.convert(model, "rowwise")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        octavo.convert(gpt(config(), get_gpt_layer_local_spec()), "rowwise")
+    recipes = {row.name: row.recipe for row in report.rows if row.name.endswith(".fp8")}
+    return {"recipes": recipes, "said": [str(one.message) for one in caught]}
+
+
 def state_is_needed() -> list[str]:
     """Warnings where a model with delayed scaling loads Megatron's own weights."""
     import warnings
@@ -324,6 +342,7 @@ def alone(rank: int, cases: list[Case], folder: str) -> dict[str, Any]:
         "fused norms": fused_norms(),
         "recipes": recipes(),
         "refusals": refusals(),
+        "converted": converted(),
         "no state": state_is_needed(),
     }
     end()

@@ -167,6 +167,13 @@ def test_a_mistake_is_said_in_one_line(mistake: str, words: str, of_one_rank: di
     assert re.match(words, said), said
 
 
+def test_convert_changes_the_recipe_of_octavos_layers_and_names_others(of_one_rank: dict[str, Any]) -> None:
+    found = of_one_rank["converted"]
+    assert found["recipes"] == dict.fromkeys(found["recipes"], "rowwise")
+    assert len(found["recipes"]) == 8
+    assert any("of other layers: 4 of ColumnParallelLinear, 4 of Row" in text for text in found["said"]), found["said"]
+
+
 def test_a_checkpoint_without_delayed_scalings_state_is_said(of_one_rank: dict[str, Any]) -> None:
     said = [text for text in of_one_rank["no state"] if "no state of octavo's delayed scaling" in text]
     assert len(said) == 1, "once for all linears"

@@ -67,7 +67,7 @@ class OctavoTransformerLayer(TransformerLayer):  # type: ignore[misc]
         linears = []
         for name, module in self.named_modules():
             if isinstance(module, InFp8) and module.fp8 is not None:
-                module.set_recipe(chosen)
+                module.fp8.set_recipe(chosen)
                 module.awaits_layer = False
                 module.fp8.full_name = f"layer {self.layer_number}, {name}"
                 linears.append(module.fp8)

@@ -26,13 +26,24 @@ class Product(Linear):
     """What a Megatron linear multiplies by: its own weight, under a recipe.
 
     It is a submodule, so that octavo's tools find it; the weight is no parameter of it, so that nothing else does.
+
+    Args:
+        weight: [N, K], of the linear that holds this.
+        only_tensor_amaxes: delayed scaling's are reduced over tensor-parallel ranks alone (--tp-only-amax-red).
     """
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: nn.Parameter, only_tensor_amaxes: bool) -> None:
         out_features, in_features = weight.shape
         super().__init__(in_features, out_features, device="meta")
+        self._only_tensor_amaxes = only_tensor_amaxes
         del self._parameters["weight"]
         vars(self)["weight"] = weight
+
+    def set_recipe(self, recipe: Recipe | None) -> None:
+        """Delayed scaling's amaxes are those of the ranks that Megatron reduces them over."""
+        super().set_recipe(recipe)
+        if recipe is not None and recipe.has_state:
+            self.source.group = parallel_state.get_amax_reduction_group(True, self._only_tensor_amaxes)
 
     def follow(self, weight: nn.Parameter) -> None:
         """Multiply by this parameter, where another one is in its place now."""
@@ -63,17 +74,10 @@ class InFp8(nn.Module):
         recipe = choose_recipe(kwargs["config"], None)  # refuses before Megatron does
         super().__init__(*args, **kwargs)
         self.awaits_layer = self.config.first_last_layers_bf16
-        self.fp8 = None if self.weight is None else Product(self.weight)  # None: it is another module's
-        if self.fp8 is not None:
-            self.set_recipe(recipe)
-
-    def set_recipe(self, recipe: Recipe | None) -> None:
-        """Multiply under a recipe; None for Megatron's own product."""
-        assert self.fp8 is not None, "a linear with a weight"
-        self.fp8.set_recipe(recipe)
-        if recipe is not None and recipe.has_state:
-            only_tensor = self.config.tp_only_amax_red
-            self.fp8.source.group = parallel_state.get_amax_reduction_group(True, only_tensor)
+        self.fp8 = None  # where the weight is another module's
+        if self.weight is not None:
+            self.fp8 = Product(self.weight, self.config.tp_only_amax_red)
+            self.fp8.set_recipe(recipe)
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
         """input [..., K] -> [..., N]: Megatron's hook for the product and what surrounds it."""

@@ -30,7 +30,7 @@ class OctavoLayerNormColumnParallelLinear(OctavoColumnParallelLinear):
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
         norm = make_norm(config, input_size, config.layernorm_epsilon)
-        vars(self)["norm"] = norm  # no submodule: its parameters have names here
+        self.__dict__["norm"] = norm  # no submodule: its parameters have names here
         for name, parameter in norm.named_parameters():
             self.register_parameter(f"layer_norm_{name}", parameter)
 

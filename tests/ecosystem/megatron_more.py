@@ -169,14 +169,14 @@ def experts() -> dict[str, list[float]]:
     return losses
 
 
-def pipeline() -> tuple[list[float], list[float]]:
-    """Losses of two stages under Megatron's schedule, and in plain torch on one rank."""
+def pipeline(recipe: str) -> tuple[list[float], list[float]]:
+    """Losses of two stages under Megatron's schedule, and in plain torch on one rank without delayed scaling."""
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     begin_parallel(pipeline_model_parallel_size=2)
-    case = Case("blockwise", 4, "stages")
+    case = Case(recipe, 4, "stages")
     run = Run(case)
     began = _whole(weights_of(run.model))
     run.config.finalize_model_grads_func = finalize_model_grads
@@ -207,7 +207,11 @@ def pipeline() -> tuple[list[float], list[float]]:
         )
         losses += [one["loss"] for one in found]
         run.optimizer.step()
-    theirs = plain(case, began)[: len(losses)] if parallel_state.is_pipeline_last_stage() else []
+    theirs = (
+        plain(case._replace(recipe="blockwise"), began)[: len(losses)]
+        if parallel_state.is_pipeline_last_stage()
+        else []
+    )
     return losses, theirs
 
 
@@ -357,7 +361,7 @@ def together(rank: int, cases: list[Case], folder: str) -> dict[str, Any]:
         "resharded": resharded(Path(folder, "resharded")),
         "experts": experts(),
         "fused norms": fused_norms(),
-        "pipeline": pipeline(),
+        "pipeline": {recipe: pipeline(recipe) for recipe in ("blockwise", "delayed")},
     }
     end()
     return results

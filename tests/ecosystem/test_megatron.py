@@ -76,10 +76,17 @@ def test_two_ranks_have_the_bits_of_plain_torch(index: int, of_two_ranks: list[A
 
 
 def test_two_pipeline_stages_have_the_bits_of_plain_torch_on_one_rank(of_two_ranks: list[Any]) -> None:
-    (first, _), (mine, theirs) = (results["pipeline"] for results in of_two_ranks)
+    (first, _), (mine, theirs) = (results["pipeline"]["blockwise"] for results in of_two_ranks)
     assert not first
     assert mine == theirs
     assert len(mine) == 4 * FEW
+
+
+def test_pipeline_stages_reduce_amaxes_among_their_own_ranks(of_two_ranks: list[Any]) -> None:
+    """Stages run forwards at other times: a collective of all ranks would wait for ever, or take another's amaxes."""
+    mine, of_blockwise = of_two_ranks[1]["pipeline"]["delayed"]
+    assert mine[-1] == pytest.approx(of_blockwise[-1], rel=0.01)
+    assert mine != of_blockwise
 
 
 def test_grouped_experts_have_the_bits_of_experts_one_after_the_other(of_one_rank: Any, of_two_ranks: Any) -> None:

@@ -36,10 +36,14 @@ def without_cuda() -> None:
     warnings.simplefilter("ignore")
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.get_rng_state = torch.get_rng_state  # type: ignore[assignment]
+    torch.cuda.set_rng_state = torch.set_rng_state  # type: ignore[assignment]
     _CudaIsTheCpu().__enter__()
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.tensor_parallel import random
 
-    CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda *_, **__: None
+    random.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):  # the router of 0.16.1 names it without TransformerEngine too
@@ -55,8 +59,6 @@ def training_without_cuda() -> None:
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9)  # type: ignore[assignment]
     torch.cuda.set_device = lambda *_: None  # type: ignore[assignment]
     torch.cuda.stream = contextlib.nullcontext  # type: ignore[assignment, misc]
-    torch.cuda.get_rng_state = torch.get_rng_state  # type: ignore[assignment]
-    torch.cuda.set_rng_state = torch.set_rng_state  # type: ignore[assignment]
     for name in ("Stream", "Event", "current_stream"):
         setattr(torch.cuda, name, MagicMock())
     tensor_parallel.model_parallel_cuda_manual_seed = lambda *_, **__: None

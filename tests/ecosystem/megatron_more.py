@@ -56,6 +56,18 @@ def _called(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda ids: model(ids, torch.arange(SEQ).expand_as(ids), mask)
 
 
+def _few_losses(model: Any, ids: torch.Tensor) -> list[float]:
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for _ in range(FEW):
+        loss = loss_of(_called(model), ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    octavo.nn.check_weights(model)
+    return losses
+
+
 def _equal(model: nn.Module, other: nn.Module) -> bool:
     mine, theirs = weights_of(model), weights_of(other)
     return all(torch.equal(mine[name], theirs[name]) for name in mine if "_extra_state" not in name)
@@ -102,6 +114,18 @@ def resharded(folder: Path) -> dict[str, Any]:
     return {"before": before, "after": after, "state": all(torch.equal(saved[name], loaded[name]) for name in saved)}
 
 
+def recomputed() -> list[list[float]]:
+    """Losses with delayed scaling, without and with Megatron's full recomputation."""
+    from octavo.integrations.megatron import gpt_layer_spec
+
+    begin_parallel()
+    ids, losses = batches(Case("", 1))[0], []
+    for fields in ({}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}):
+        model = gpt(config(**fields), gpt_layer_spec("delayed"))
+        losses.append(_few_losses(model, ids))
+    return losses
+
+
 def fused_norms() -> dict[str, Any]:
     """Keys and losses of a model whose norms are in the linears, beside those of one with the same weights."""
     from octavo.integrations.megatron import gpt_layer_spec
@@ -118,27 +142,21 @@ def fused_norms() -> dict[str, Any]:
             weights[f"{norm.rpartition('.')[0]}.{place}.layer_norm_{last}"] = weights.pop(name)
     fused.load_state_dict(weights)
     ids, losses = batches(Case("", 1, "tensor"))[0], []
-    sharded = [sorted(value.key for value in model.sharded_state_dict().values()) for model in (apart, fused)]
+    sharded = [_sharded_keys(model) for model in (apart, fused)]
     for model in (apart, fused):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        losses.append([])
-        for _ in range(FEW):
-            loss = loss_of(_called(model), ids)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(loss.item())
-        octavo.nn.check_weights(model)
+        losses.append(_few_losses(model, ids))
     return {"keys": list(fused.state_dict()), "sharded": sharded, "losses": losses}
 
 
-def experts() -> dict[str, list[float]]:
-    """Losses of a model with experts in bf16, one after the other in FP8, and together."""
+def experts() -> dict[str, Any]:
+    """Losses of a model with experts in bf16, one after the other in FP8, and together; keys of checkpoints."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
     from octavo.integrations.megatron import gpt_layer_spec
 
     parallel = {"expert_model_parallel_size": dist.get_world_size()}
     begin_parallel(**parallel)
-    ids, losses = batches(Case("", 1, "tensor"))[0], {}
+    ids, losses, keys = batches(Case("", 1, "tensor"))[0], {}, {}
     fields: dict[str, Any] = {
         "num_moe_experts": 4,
         "moe_ffn_hidden_size": 128,
@@ -158,15 +176,15 @@ def experts() -> dict[str, list[float]]:
         ("delayed", "delayed", False),
     ):
         model = gpt(config(moe_grouped_gemm=grouped, **fields), gpt_layer_spec(recipe))
-        optimizer, losses[name] = torch.optim.AdamW(model.parameters(), lr=1e-3), []
-        for _ in range(FEW):
-            loss = loss_of(_called(model), ids)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[name].append(loss.item())
-        octavo.nn.check_weights(model)
-    return losses
+        losses[name], keys[name] = _few_losses(model, ids), _sharded_keys(model)
+    settings = config(**fields)
+    keys["Megatron's"] = _sharded_keys(gpt(settings, get_gpt_decoder_block_spec(settings, False, "RMSNorm")))
+    return {"losses": losses, "keys": keys}
+
+
+def _sharded_keys(model: Any) -> list[str]:
+    """Of a distributed checkpoint of the model."""
+    return sorted(value.key for value in model.sharded_state_dict().values())
 
 
 def pipeline(recipe: str) -> tuple[list[float], list[float]]:
@@ -344,6 +362,7 @@ def alone(rank: int, cases: list[Case], folder: str) -> dict[str, Any]:
         "codes": codes(),
         "experts": experts(),
         "fused norms": fused_norms(),
+        "recomputed": recomputed(),
         "recipes": recipes(),
         "refusals": refusals(),
         "converted": converted(),

@@ -91,11 +91,18 @@ def test_pipeline_stages_reduce_amaxes_among_their_own_ranks(of_two_ranks: list[
 
 def test_grouped_experts_have_the_bits_of_experts_one_after_the_other(of_one_rank: Any, of_two_ranks: Any) -> None:
     for results in (of_one_rank, *of_two_ranks):
-        losses = results["experts"]
+        losses, keys = results["experts"]["losses"], results["experts"]["keys"]
+        assert keys == dict.fromkeys(keys, keys["Megatron's"])
         assert losses["grouped"] == losses["one by one"]
         for recipe in ("grouped", "delayed"):
             assert losses[recipe] != losses["bf16"]
             assert losses[recipe][-1] == pytest.approx(losses["bf16"][-1], rel=0.01)  # FP8's own effect is 0.2 %
+
+
+def test_recomputation_changes_no_bit(of_one_rank: dict[str, Any]) -> None:
+    """Under delayed scaling, whose scales a forward in the backward must not change."""
+    without, recomputed = of_one_rank["recomputed"]
+    assert recomputed == without
 
 
 def test_norms_in_the_linears_have_transformer_engines_keys(of_one_rank: Any, of_two_ranks: Any) -> None:

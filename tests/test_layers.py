@@ -23,6 +23,7 @@ HOMES = {
     "peft": r"octavo\.integrations\.peft",
     "deepspeed": r"octavo\.integrations\.deepspeed",
     "colossalai": r"octavo\.integrations\.colossalai",
+    "megatron": r"octavo\.integrations\.megatron(\.\w+)*",
 }
 
 # torch.distributed has its own layers. amp.handle waits for its own.

@@ -26,6 +26,7 @@ ROWS: dict[str, dict[str, Versions]] = {
     "peft": {"peft": Versions("0.21.2", "0.21.2")},
     "deepspeed": {"deepspeed": Versions("0.19.8", "0.19.8")},
     "colossalai": {"colossalai": Versions("0.5.0", "0.5.0")},
+    "megatron": {"megatron-core": Versions("0.16.1", "0.16.1")},
 }
 
 

@@ -60,14 +60,20 @@ class RanksProgram(Program):
         self.add_argument("--only", action="append", choices=parts, default=[], help="this part; repeatable")
         self.add_argument("--toy", action="store_true", help="sizes for a CPU")
 
-    def begin(self, arguments: Sequence[str] | None, mesh: Mesh | None) -> tuple[Any, Mesh]:
-        """The options and the ranks; mesh: of ranks that run already, None for torchrun's."""
+    def begin(
+        self, arguments: Sequence[str] | None, mesh: Mesh | None, *, takes_one: bool = False
+    ) -> tuple[Any, Mesh]:
+        """The options and the ranks, which may be one alone if it takes that.
+
+        Args:
+            mesh: of ranks that run already; None for torchrun's.
+        """
         options = self.parse(arguments)
         if options.device == "cpu" and not options.toy:
             self.error("a CPU runs toy sizes only, which claim nothing: add --toy")
         warnings.filterwarnings("ignore")
         mesh = mesh or Mesh.from_config(ParallelSection(), options.device)
-        if mesh.world_size == 1:
+        if mesh.world_size == 1 and not takes_one:
             self.error(f"it takes several ranks: torchrun --nproc-per-node 2 -m {self.prog.rpartition(' ')[2]}")
         return options, mesh
 

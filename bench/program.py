@@ -60,9 +60,7 @@ class RanksProgram(Program):
         self.add_argument("--only", action="append", choices=parts, default=[], help="this part; repeatable")
         self.add_argument("--toy", action="store_true", help="sizes for a CPU")
 
-    def begin(
-        self, arguments: Sequence[str] | None, mesh: Mesh | None, *, takes_one: bool = False
-    ) -> tuple[Any, Mesh]:
+    def begin(self, arguments: Sequence[str] | None, mesh: Mesh | None, *, takes_one: bool = False) -> tuple[Any, Mesh]:
         """The options and the ranks, which may be one alone if it takes that.
 
         Args:

@@ -35,8 +35,8 @@ def accelerate(session: TrainersSession) -> None:
     variants, metric = Variants(session, "accelerate"), f"throughput over {session.mesh.world_size} x one GPU"
     for recipe in ("bf16", *session.recipes):
         alone = f"one GPU, {recipe}"
-        variants.run(alone, lambda name=recipe: _build(session, name, False), "one GPU, bf16")  # type: ignore[misc]
-        variants.run(f"FSDP2, {recipe}", lambda name=recipe: _build(session, name, True), alone, metric)  # type: ignore[misc]
+        variants.run(alone, lambda _, name=recipe: _build(session, name, False), "one GPU, bf16")  # type: ignore[misc]
+        variants.run(f"FSDP2, {recipe}", lambda _, name=recipe: _build(session, name, True), alone, metric)  # type: ignore[misc]
 
 
 def _build(session: TrainersSession, recipe: str, is_sharded: bool) -> Step:

@@ -1,5 +1,7 @@
 """DeepSpeed's ZeRO-2 over the ranks, FP8 against bf16."""
 
+import contextlib
+import importlib
 import importlib.metadata
 
 from bench.speed.trainers.variants import (
@@ -28,10 +30,10 @@ def deepspeed(session: TrainersSession) -> None:
     )
     variants = Variants(session, "deepspeed")
     for recipe in ("bf16", *session.recipes):
-        variants.run(recipe, lambda name=recipe: _build(session, name))  # type: ignore[misc]
+        variants.run(recipe, lambda stack, name=recipe: _build(session, name, stack))  # type: ignore[misc]
 
 
-def _build(session: TrainersSession, recipe: str) -> Step:
+def _build(session: TrainersSession, recipe: str, stack: contextlib.ExitStack) -> Step:
     import octavo
     from octavo.integrations.deepspeed import initialize
 
@@ -50,5 +52,6 @@ def _build(session: TrainersSession, recipe: str) -> Step:
         octavo.convert(model, recipe_of_ranks(recipe))
     compile_layers(session, model.train())
     engine = initialize(model=model, optimizer=make_optimizer(model), config=settings)[0]
+    stack.callback(engine.destroy)
     ids = session.tokens(2, 8192, model.config.vocab_size, seed=1 + session.mesh.rank)
     return training_step(session, engine, ids, engine.backward, engine.step)

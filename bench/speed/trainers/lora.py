@@ -33,7 +33,7 @@ def lora(session: TrainersSession) -> None:
     )
     variants = Variants(session, "lora")
     for recipe in ("bf16", *session.recipes):
-        variants.run(recipe, lambda name=recipe: _build(session, name))  # type: ignore[misc]
+        variants.run(recipe, lambda _, name=recipe: _build(session, name))  # type: ignore[misc]
 
 
 def _build(session: TrainersSession, recipe: str) -> Step:

@@ -30,7 +30,7 @@ def megatron(session: TrainersSession) -> None:
     model_parallel_cuda_manual_seed(1)
     variants = Variants(session, "megatron")
     for recipe in ("bf16", *session.recipes):
-        variants.run(recipe, lambda name=recipe: _build(session, name))  # type: ignore[misc]
+        variants.run(recipe, lambda _, name=recipe: _build(session, name))  # type: ignore[misc]
     parallel_state.destroy_model_parallel()
 
 

@@ -1,5 +1,6 @@
 """What all frameworks share: the model, its tokens, and variants that are checked, timed and told alike."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -67,21 +68,29 @@ class Variants:
         self._timings: dict[str, tuple[Timing, float]] = {}  # of those that ran: milliseconds, GiB
         self._first_loss: float | None = None
 
-    def run(self, name: str, build: Callable[[], Step], peer: str = "bf16", metric: str = "speed over bf16") -> None:
+    def run(
+        self,
+        name: str,
+        build: Callable[[contextlib.ExitStack], Step],
+        peer: str = "bf16",
+        metric: str = "speed over bf16",
+    ) -> None:
         """Build a variant, check its first loss, time its steps, add its rows; a failure leaves the others.
 
         Args:
+            build: of the variant's step; what gives its memory back goes on the stack.
             peer: the variant it stands beside, if that ran.
             metric: how many times as fast it is.
         """
 
         def attempt() -> None:
             torch.compiler.reset()
-            step = build()
-            loss = self.session.mean(float(step()))
-            self.check(loss)
-            found = self.session.time_step(step, WARM_UP_STEPS - 1, TIMED_STEPS)
-            self.add(name, found.timing, found.peak_bytes, loss, peer, metric)
+            with contextlib.ExitStack() as stack:
+                step = build(stack)
+                loss = self.session.mean(float(step()))
+                self.check(loss)
+                found = self.session.time_step(step, WARM_UP_STEPS - 1, TIMED_STEPS)
+                self.add(name, found.timing, found.peak_bytes, loss, peer, metric)
 
         self.session.attempt(self.case(name), attempt)
 

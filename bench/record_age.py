@@ -32,6 +32,7 @@ _SHARDED = (
     *(f"octavo/parallel/{name}.py" for name in ("copy_engine_gather", "fp8_all_gather", "fsdp", "sharded_weight")),
     "octavo/distributed/symmetric.py",
 )
+_TRAINERS = ("deepspeed.py", "huggingface.py", "megatron", "peft.py")
 # record -> what a change of would make it older
 CODE: dict[str, tuple[str, ...]] = {
     "capacity": _TRAINER,
@@ -76,7 +77,7 @@ CODE: dict[str, tuple[str, ...]] = {
         *(f"octavo/parallel/{name}.py" for name in ("lend", "tensor_parallel")),
         "octavo/rl/engines/dealt.py",
     ),
-    "trainer": (*_LINEAR, "octavo/integrations/huggingface.py"),
+    "trainers": (*_LINEAR, *(f"octavo/integrations/{name}" for name in _TRAINERS)),
     "tree_loops": (*_LOOP, "octavo/serve"),
     "trees": _ENGINE,
     "trees_b14d6df": _LINEAR,

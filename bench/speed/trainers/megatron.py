@@ -1,6 +1,7 @@
 """Megatron-Core's GPT over tensor-parallel ranks: octavo's spec against Megatron's own local one in bf16."""
 
 import importlib.metadata
+import os
 from typing import Any
 
 import torch
@@ -13,21 +14,19 @@ from bench.speed.variants import attention_backend
 def megatron(session: TrainersSession) -> None:
     """bf16, then each recipe."""
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    num_ranks = session.mesh.world_size
+    num_ranks, queues = session.mesh.world_size, os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "unset")
     session.describe(
         f"megatron: a step of GPTModel of Megatron-Core {importlib.metadata.version('megatron-core')} (RMSNorm, "
         f"SwiGLU, RoPE, GQA 32:8, untied head), {MODEL}, 2 x 8192 random tokens in all, {num_ranks} tensor-parallel "
-        "ranks with sequence parallelism, CUDA_DEVICE_MAX_CONNECTIONS=1, Megatron's DDP with fp32 gradients and its "
-        "own optimizer (torch's AdamW on fp32 masters), no clipping. bf16 is Megatron's local spec with two of "
+        f"ranks with sequence parallelism, CUDA_DEVICE_MAX_CONNECTIONS {queues}, Megatron's DDP with fp32 gradients and "
+        "its own optimizer (torch's AdamW on fp32 masters), no clipping. bf16 is Megatron's local spec with two of "
         "octavo's modules, as all variants have: attention by torch's kernels (cuDNN's), where its own makes the "
         "whole of the scores, and norms, where its own refuse sequence parallelism. The others are octavo's "
         "gpt_block_spec. No torch.compile but Megatron's own, of SwiGLU and of bias and dropout. The head is in bf16. "
         f"Median of {TIMED_STEPS} steps after {WARM_UP_STEPS}, each waited for."
     )
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=num_ranks)
-    model_parallel_cuda_manual_seed(1)
     variants = Variants(session, "megatron")
     for recipe in ("bf16", *session.recipes):
         variants.run(recipe, lambda _, name=recipe: _build(session, name))  # type: ignore[misc]
@@ -38,13 +37,15 @@ def _build(session: TrainersSession, recipe: str) -> Step:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
 
     from octavo.integrations.megatron import gpt_block_spec
 
     sizes, config = TOY if session.is_toy else SIZES, _config(session)
     spec = _local_spec(config) if recipe == "bf16" else gpt_block_spec(config, recipe)
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # of weights on a CPU
+    model_parallel_cuda_manual_seed(0)  # on GPUs
     model = GPTModel(
         config,
         spec,

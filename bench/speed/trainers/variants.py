@@ -115,6 +115,7 @@ class Variants:
         base, base_peak = self._timings.get(peer, (None, 0.0))
         beside, base_ms = (None, None) if base is None else (self.case(peer), base.median_us)
         self._timings[name] = timing, peak
+        record.rows = [row for row in record.rows if row["case"] != case]  # a former run's
         record.add_times(case, STEP_TIME, "ms", timing, peer=beside, peer_value=base_ms)
         record.add(case, "first loss", "nats", loss)
         record.add(case, "peak memory", "GiB", peak)

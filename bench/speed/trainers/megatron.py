@@ -19,8 +19,8 @@ def megatron(session: TrainersSession) -> None:
     session.describe(
         f"megatron: a step of GPTModel of Megatron-Core {importlib.metadata.version('megatron-core')} (RMSNorm, "
         f"SwiGLU, RoPE, GQA 32:8, untied head), {MODEL}, 2 x 8192 random tokens in all, {num_ranks} tensor-parallel "
-        f"ranks with sequence parallelism, CUDA_DEVICE_MAX_CONNECTIONS {queues}, Megatron's DDP with fp32 gradients and "
-        "its own optimizer (torch's AdamW on fp32 masters), no clipping. bf16 is Megatron's local spec with two of "
+        f"ranks with sequence parallelism, CUDA_DEVICE_MAX_CONNECTIONS {queues}, Megatron's DDP with fp32 gradients "
+        "and its own optimizer (torch's AdamW on fp32 masters), no clipping. bf16 is Megatron's local spec with two of "
         "octavo's modules, as all variants have: attention by torch's kernels (cuDNN's), where its own makes the "
         "whole of the scores, and norms, where its own refuse sequence parallelism. The others are octavo's "
         "gpt_block_spec. No torch.compile but Megatron's own, of SwiGLU and of bias and dropout. The head is in bf16. "

@@ -62,6 +62,8 @@ def take_former(record: Record, path: Path, commit: str | None) -> None:
     if all(former.get(key) == mine[key] for key in ("device", "torch", "triton", "commit")):
         record.rows += former["rows"]
         record.what = former["what"]
+    elif former:
+        print(f"{path} is of another tree, device or library: its rows are left out")
 
 
 def _is_installed(package: str) -> bool:

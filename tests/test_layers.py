@@ -21,6 +21,7 @@ HOMES = {
     "bench": r"octavo\.cli\.bench",
     "lm_eval": r"octavo\.integrations\.lm_eval",
     "peft": r"octavo\.integrations\.peft",
+    "lightning": r"octavo\.integrations\.lightning",
 }
 
 # torch.distributed has its own layers. amp.handle waits for its own.

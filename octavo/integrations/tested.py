@@ -24,6 +24,7 @@ ROWS: dict[str, dict[str, Versions]] = {
         "trl": Versions("1.16.0", "1.16.0"),
     },
     "peft": {"peft": Versions("0.21.2", "0.21.2")},
+    "lightning": {"lightning": Versions("2.6.6", "2.6.6")},
 }
 
 

@@ -35,8 +35,8 @@ EXAMPLE = ROOT / "examples" / "lightning" / "train.py"
 BLOCKWISE, DELAYED = (Case(0, recipe, "fp32", 1) for recipe in ("blockwise", "delayed"))
 
 # Each pair of recipe, ranks, micro-batches, fresh or resumed, is in some case. A state that one rank saved must be that
-# of all: only "recent" scales would show it. Stage 3 is FSDP2 by ModelParallelStrategy: as ZeRO-3 it sums over the ranks
-# for each micro-batch.
+# of all: only "recent" scales would show it. Stage 3 is FSDP2 by ModelParallelStrategy: as ZeRO-3 it sums over the
+# ranks for each micro-batch.
 ALONE = [BLOCKWISE, Case(0, "rowwise", "fp32", 4, resumed=True), Case(0, "delayed", "fp32", 1, resumed=True)]
 TOGETHER = [
     Case(0, "blockwise", "fp32", 4, resumed=True),

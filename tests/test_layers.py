@@ -22,6 +22,8 @@ HOMES = {
     "lm_eval": r"octavo\.integrations\.lm_eval",
     "peft": r"octavo\.integrations\.peft",
     "lightning": r"octavo\.integrations\.lightning",
+    "wandb": r"octavo\.run\.sinks",
+    "mlflow": r"octavo\.run\.sinks",
 }
 
 # torch.distributed has its own layers. amp.handle waits for its own.

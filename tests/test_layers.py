@@ -22,6 +22,7 @@ HOMES = {
     "lm_eval": r"octavo\.integrations\.lm_eval",
     "peft": r"octavo\.integrations\.peft",
     "lightning": r"octavo\.integrations\.lightning",
+    "torchtitan": r"octavo\.integrations\.torchtitan",
     "wandb": r"octavo\.run\.sinks",
     "mlflow": r"octavo\.run\.sinks",
 }

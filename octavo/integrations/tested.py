@@ -25,6 +25,7 @@ ROWS: dict[str, dict[str, Versions]] = {
     },
     "peft": {"peft": Versions("0.21.2", "0.21.2")},
     "lightning": {"lightning": Versions("2.6.6", "2.6.6")},
+    "torchtitan": {"torchtitan": Versions("0.3.0", "0.3.0")},
     "sinks": {"wandb": Versions("0.31.0", "0.31.0"), "mlflow": Versions("3.17.2", "3.17.2")},
 }
 

@@ -1,4 +1,4 @@
-"""octavo's FP8 as a quantization converter of torchtitan: it changes the model's config, before torchtitan builds it."""
+"""octavo's FP8 as a quantization converter of torchtitan: it changes the model's config before torchtitan builds it."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -2,29 +2,38 @@
 
 import dataclasses
 import logging
+import os
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
+import tests.ecosystem.torchtitan_cpu  # noqa: F401 - before the rest of torchtitan
+
+# isort: split
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import FSDPModule
-
-import tests.ecosystem.torchtitan_cpu  # noqa: F401 - before the rest of torchtitan
-from octavo.integrations.torchtitan import OctavoCheckpointManager, OctavoConverter
-from octavo.nn import check_weights, mark_weights_updated, update_scales
-from tests.ecosystem.plain_run import STEPS, Case, recipe_of
+from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 from torchtitan.models.llama3 import model_registry
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
+
+from examples.torchtitan.llama3_fp8 import debugmodel_delayed
+from octavo.integrations.torchtitan import OctavoCheckpointManager, OctavoConverter
+from octavo.nn import check_weights, mark_weights_updated, update_scales
+from tests.ecosystem.plain_run import STEPS, Case, recipe_of, said_to
 
 BATCH, TOKENS, VOCAB, LAYERS = 2, 16, 2048, 2
 
@@ -74,6 +83,9 @@ class Losses(MetricsProcessor):
         pass
 
     def log(self, step: int, global_avg_loss: float, *_: Any, **__: Any) -> None:
+        if (folder := os.environ.get("LOSSES")) and dist.get_rank() == 0:
+            with Path(folder, "losses.txt").open("a") as file:
+                print(step, global_avg_loss, file=file)
         self.found = {**getattr(self, "found", {}), step: global_avg_loss}
 
 
@@ -83,8 +95,11 @@ def batch(place: int, rank: int) -> torch.Tensor:
 
 
 def spec_of(*converters: Any) -> ModelSpec:
-    """The debug model, of two layers, with an attention that runs on a CPU."""
-    spec = model_registry("debugmodel", converters=list(converters))
+    return on_cpu(model_registry("debugmodel", converters=list(converters)))
+
+
+def on_cpu(spec: ModelSpec) -> ModelSpec:
+    """The debug model, of two layers, with an attention and sums that run on a CPU."""
     del spec.model.layers[LAYERS:]
     for _, _, parent, field in list(spec.model.traverse(FlexAttention.Config)):
         setattr(parent, field, ScaledDotProductAttention.Config())
@@ -132,6 +147,7 @@ def config_of(case: Case, folder: Path, spec: ModelSpec | None = None, **options
             enable=case.resumed, interval=STEPS // 2, last_save_model_only=False
         ),
         "activation_checkpoint": None,
+        "debug": DebugConfig(seed=1),
     }
     return Trainer.Config(**(defaults | options))
 
@@ -216,12 +232,94 @@ def compare(rank: int, cases: list[Case], folder: Path) -> list[Any]:
     return results
 
 
-def ranks(rank: int, cases: list[Case], folder: str) -> list[Any]:
+def refusals(folder: Path) -> dict[str, str]:
+    """What is said to each mistake."""
+    case = Case(3, "blockwise", "fp32", 1)
+
+    def build(spec: ModelSpec, **options: Any) -> str:
+        config = config_of(case, folder, spec)
+        for name, value in options.items():
+            section, _, field = name.partition("__")
+            setattr(getattr(config, section), field, value)
+
+        def model() -> None:  # as the Trainer has it; its own checks of ranks come before
+            spec.model.update_from_config(config=config)
+            spec.model.build()
+
+        return said_to(model)
+
+    theirs, ours = Float8LinearConverter.Config(emulate=True), converter(case)
+    parallel = "parallelism__{}_parallel_degree".format
+    return {
+        "theirs before": build(spec_of(theirs, ours)),
+        "theirs after": build(spec_of(ours, theirs)),
+        "ignore": build(spec_of(converter(case, ignore=("wq_of_none",)))),
+        "tensor parallel": build(spec_of(ours), **{parallel("tensor"): 2}),
+        "pipeline": build(spec_of(ours), **{parallel("pipeline"): 2}),
+        "full_dtensor": build(spec_of(ours), parallelism__spmd_backend="full_dtensor"),
+        "graphs": build(spec_of(ours), training__disable_cuda_graphs=False),
+    }
+
+
+def leaving(folder: Path) -> dict[str, Any]:
+    """A run by octavo, its checkpoint's keys, and the same run gone on with by torchtitan alone."""
+    case = Case(3, "delayed", "fp32", 1, resumed=True)
+    losses, _, model = run(config_of(case, folder), STEPS // 2)
+    saved = FileSystemReader(folder / "checkpoint" / f"step-{STEPS // 2}").read_metadata().state_dict_metadata
+    weights = {name: weight.clone() for name, weight in whole(model).items()}
+    plain_keys = list(whole(run(config_of(case._replace(resumed=False), folder, spec_of()), 1)[2]))
+    theirs, _, model = run(config_of(case, folder, spec_of(), checkpoint=theirs_of(case)))
+    kinds = {type(module).__name__ for module in model.modules()}
+    return {
+        "losses": losses | theirs,
+        "saved": {name.rpartition(".")[2] for name in saved if name.startswith("octavo_fp8.")},
+        "keys": (list(weights), plain_keys, [name for name in plain_keys if name in saved]),
+        "kinds": kinds,
+        "weights": weights,
+    }
+
+
+def theirs_of(case: Case) -> CheckpointManager.Config:
+    return CheckpointManager.Config(enable=True, interval=STEPS // 2, last_save_model_only=False)
+
+
+def recomputed(folder: Path) -> tuple[dict[int, float], dict[int, float]]:
+    """Losses with torchtitan's activation checkpointing and without."""
+    case = Case(3, "delayed", "bf16", 1)
+    return tuple(run(config_of(case, folder, activation_checkpoint=ac), 5)[0] for ac in (FullAC.Config(), None))
+
+
+def alone(rank: int, cases: list[Case], folder: str) -> dict[str, Any]:
+    """What one rank shows."""
+    found = {"cases": ranks(rank, cases, folder, is_last=False)}
+    found |= {"said": refusals(Path(folder)), "leaving": leaving(Path(folder, "leaving"))}
+    found |= {"recomputed": recomputed(Path(folder))}
+    dist.destroy_process_group()
+    return found
+
+
+def ranks(rank: int, cases: list[Case], folder: str, is_last: bool = True) -> list[Any]:
     """What one or several ranks show."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     found = compare(rank, cases, Path(folder))
-    dist.barrier()
-    dist.destroy_process_group()
+    if is_last:
+        dist.barrier()
+        dist.destroy_process_group()
     return found
+
+
+def main(folder: str, steps: int) -> None:
+    """The example's config on a CPU, for a launcher; torchtitan goes on from its last checkpoint by itself."""
+    dist.init_process_group("gloo")
+    config = debugmodel_delayed()
+    small = config_of(Case(3, "delayed", "fp32", 1), Path(folder), on_cpu(config.model_spec))
+    small.checkpoint = config.checkpoint
+    small.checkpoint.interval = 2
+    run(small, steps)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -59,11 +59,13 @@ test-largest: $(DEV)  ## the largest variants of other tests: four ranks, long b
 test-gpu: $(DEV)  ## the tests that need a GPU; another machine's torch may warn, so warnings are no errors
 	$(PYTEST) -m gpu -W default $(ARGS)
 
-# A row's environment: what ecosystem/ROW.txt pins, and octavo. Tests that the ordinary suite has too run in it as well.
+# A row's environment: what ecosystem/ROW.txt pins (after # --no-deps: without dependencies), and octavo. Tests that the
+# ordinary suite has too run in it as well.
 .ecosystem/%/.installed: ecosystem/%.txt pyproject.toml
 	@echo "installing octavo and $* into .ecosystem/$* (minutes)"
 	@$(PYTHON) -m venv .ecosystem/$*
 	@.ecosystem/$*/bin/python -m pip install -qq --disable-pip-version-check $(EDITABLE) -r $< -e .
+	@sed -n 's/^# --no-deps //p' $< | xargs -r .ecosystem/$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps
 	@touch $@
 
 test-ecosystem: $(if $(ROW),.ecosystem/$(ROW)/.installed)  ## octavo inside a framework, recorded in ecosystem/ROW.json (ROW=huggingface)

@@ -58,6 +58,7 @@ CODE: dict[str, tuple[str, ...]] = {
     "pretraining": _TRAINER,
     "qdq": ("octavo/ops", "octavo/qdq"),
     "quant": ("octavo/ops",),
+    "replicas": (*_ENGINE, "octavo/serve"),
     "rl": _LOOP,
     "rl_corrections_cpu": _LOOP,
     "rl_learning": _LOOP,
@@ -75,18 +76,19 @@ CODE: dict[str, tuple[str, ...]] = {
         *(f"octavo/parallel/{name}.py" for name in ("lend", "tensor_parallel")),
         "octavo/rl/engines/dealt.py",
     ),
+    "trainer": (*_LINEAR, "octavo/integrations/huggingface.py"),
     "tree_loops": (*_LOOP, "octavo/serve"),
     "trees": _ENGINE,
     "trees_b14d6df": _LINEAR,
     "trees_host": _LINEAR,
     "vision": _LINEAR,
+    "vllm": ("bench/serve/workloads.py",),  # the requests: of the engine nothing is octavo's
 }
 # as CODE, of records that are still to be taken; with the record its row moves up
 AWAITED: dict[str, tuple[str, ...]] = {
     "fsdp_1024_tokens": (*_LINEAR, *_SHARDED),
     "fsdp_4096_tokens": (*_LINEAR, *_SHARDED),
     "fsdp_trace_2048_tokens": (*_LINEAR, *_SHARDED),
-    "replicas": (*_ENGINE, "octavo/serve"),
 }
 _NO_CODE = ":!octavo/nn/speed_table.json"  # which a benchmark writes
 

@@ -78,6 +78,7 @@ def main() -> None:
         if engine.global_steps % args.save_every == 0 or engine.global_steps == args.steps:
             octavo_deepspeed.save_checkpoint(engine, checkpoints)
     engine.save_16bit_model(str(args.folder), "model.bin")
+    torch.distributed.barrier()  # a rank that leaves first takes the connections of the others down
     torch.distributed.destroy_process_group()
 
 

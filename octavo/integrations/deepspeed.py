@@ -16,17 +16,12 @@ from torch import nn
 
 from octavo.env import torch_extensions_dir
 from octavo.errors import BackendError, CheckpointError, ConfigError
+from octavo.integrations.other_fp8 import conflict, refuse_other_fp8
 from octavo.nn import Linear, fp8_state_dict, load_fp8_state_dict, mark_weights_updated, plan_fusion, update_scales
 from octavo.nn.fp8_state import agree_on_staged_amaxes
 
 _SERIES = (0, 19)  # of the version that the tests run
 _STATE, _PLACE = "octavo_fp8", "_octavo"  # delayed scaling's in DeepSpeed's client_state; _Followed's in an engine
-_OTHERS = {  # how the full name of a layer's or parameter's class begins -> whose FP8 it is
-    "deepspeed.linear.quantization.": "DeepSpeed's own FP8 (deepspeed.linear)",
-    "transformer_engine.": "TransformerEngine",
-    "torchao.float8.": "torchao's float8",
-    "msamp.": "MS-AMP",
-}
 
 
 @dataclasses.dataclass
@@ -146,18 +141,13 @@ def _check_model(model: nn.Module) -> None:
             "no linear of the model has a recipe of octavo's; call octavo.convert(model, recipe) first, then "
             "octavo.integrations.deepspeed.initialize"
         )
-    for name, module in model.named_modules():
-        kinds = [type(one) for one in (module, *module.parameters(recurse=False))]
-        names = [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]
-        other = next((whose for start, whose in _OTHERS.items() if any(n.startswith(start) for n in names)), None)
-        if other is not None and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
-            raise _conflict(f"{other} ({name}, a {type(module).__name__})")
+    refuse_other_fp8(model)
 
 
 def _check_engine(engine: Any) -> None:
     for section, other in {"fp8": "the config's section 'fp8'", "msamp": "MS-AMP (section 'msamp')"}.items():
         if isinstance(engine.config, Mapping) and (engine.config.get(section) or {}).get("enabled", False):
-            raise _conflict(other)
+            raise conflict(other)
     not_followed = {
         "a pipeline": engine.pipeline_parallelism,
         "a hybrid engine": type(engine).__name__ == "DeepSpeedHybridEngine",
@@ -168,12 +158,6 @@ def _check_engine(engine: Any) -> None:
     for what, is_on in not_followed.items():
         if is_on:
             raise ConfigError(f"octavo's linears run under ZeRO 0 to 3, and this engine has {what}; turn that off")
-
-
-def _conflict(other: str) -> ConfigError:
-    return ConfigError(
-        f"a model has one FP8 backend, got octavo's (octavo.convert) and {other}; leave one of the two out"
-    )
 
 
 def _check_builds() -> None:

@@ -7,114 +7,17 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import octavo
-from octavo.errors import OctavoError
 from octavo.integrations import deepspeed as integration
-from octavo.nn import LayerNormLinear, LayerNormMLP, Linear, check_weights, set_fusion
+from octavo.nn import Linear, check_weights
 from octavo.nn.fusion import describe_fusion
-from octavo.numerics import Recipe, get_recipe
-
-STEPS, BATCH, DIM, VOCAB = 20, 8, 128, 64
-
-
-class Case(NamedTuple):
-    """One run of STEPS steps; resumed: by a new engine, from a checkpoint of its own, after half of them."""
-
-    stage: int
-    recipe: str
-    dtype: str
-    accumulation: int
-    resumed: bool = False
-    own_layers: bool = False
-
-
-def recipe_of(name: str) -> Recipe:
-    """delayed-step makes scales once a step; delayed-recent makes them of what the last step staged alone."""
-    delayed = {"delayed-step": {"update_every": "step"}, "delayed-recent": {"amax_compute_algo": "most_recent"}}
-    return get_recipe("delayed", **delayed[name]) if name in delayed else get_recipe(name)
-
-
-class Tied(nn.Module):
-    """A token model whose output layer has the embedding's weight; the layers between are torch's, or octavo's."""
-
-    def __init__(self, own_layers: bool) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, DIM)
-        if own_layers:
-            self.layers = nn.Sequential(LayerNormLinear(DIM, DIM, dtype=torch.float32), LayerNormMLP(DIM, 2 * DIM))
-            self.layers.float()
-        else:
-            self.layers = nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, 2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM))
-        self.out = nn.Linear(DIM, VOCAB, bias=False)
-        self.out.weight = self.embed.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden = self.embed(ids)
-        return self.out(hidden + self.layers(hidden))
-
-
-def build(case: Case, seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    model = Tied(case.own_layers)
-    octavo.convert(model, recipe_of(case.recipe), ignore=())
-    return model
-
-
-def batches(case: Case, rank: int) -> list[torch.Tensor]:
-    source = torch.Generator().manual_seed(1 + rank)
-    return [torch.randint(VOCAB, (BATCH, 2), generator=source) for _ in range(STEPS * case.accumulation)]
-
-
-def loss_of(model: Callable[[torch.Tensor], torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(ids[:, 0]).float(), ids[:, 1])
-
-
-def plain(case: Case, rank: int, world_size: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and last weights in plain torch, with sums over ranks and micro-batches in DeepSpeed's order."""
-    model = build(case)
-    if case.stage == 3:
-        set_fusion(model, False)  # as with the hooks that ZeRO-3 has between the layers
-    if case.dtype == "bf16":
-        model.bfloat16()
-    parameters = list(model.parameters())
-    masters = [nn.Parameter(p.detach().float()) for p in parameters] if case.dtype == "bf16" else parameters
-    optimizer, losses = torch.optim.AdamW(masters, lr=1e-3), []
-    sums: list[torch.Tensor] = []
-    for i, ids in enumerate(batches(case, rank)):
-        loss = loss_of(model, ids)
-        (loss / case.accumulation).backward()
-        losses.append(loss.item())
-        is_last = (i + 1) % case.accumulation == 0
-        if case.stage < 2 and not is_last:
-            continue  # ZeRO-2 and 3 reduce each micro-batch
-        grads = [average(parameter.grad, world_size) for parameter in parameters]
-        model.zero_grad()
-        sums = [total + grad for total, grad in zip(sums, grads, strict=True)] if sums else grads
-        if is_last:
-            for master, total in zip(masters, sums, strict=True):
-                master.grad = total.to(master.dtype)
-            sums = []
-            optimizer.step()
-            optimizer.zero_grad()
-            if case.dtype == "bf16":
-                torch._foreach_copy_([p.detach() for p in parameters], [m.detach() for m in masters])
-                octavo.nn.mark_weights_updated(model)
-                octavo.nn.update_scales(model)
-    return losses, model.state_dict()
-
-
-def average(grad: torch.Tensor | None, world_size: int) -> torch.Tensor:
-    assert grad is not None
-    if world_size > 1:
-        dist.all_reduce(grad)
-        grad /= world_size
-    return grad
+from tests.ecosystem.plain_run import BATCH, DIM, Case, Tied, batches, build, loss_of, plain, said_to
 
 
 def settings(case: Case, **more: Any) -> dict[str, Any]:
@@ -235,12 +138,7 @@ def refusals(folder: Path) -> dict[str, str]:
     said = {}
 
     def attempt(name: str, act: Callable[[], Any]) -> None:
-        try:
-            act()
-        except OctavoError as error:
-            said[name] = f"{type(error).__name__}: {error}"
-        else:
-            said[name] = "nothing"
+        said[name] = said_to(act)
 
     plain_model = Tied(False)
     attempt("not converted", lambda: engine_over(plain_model, case))

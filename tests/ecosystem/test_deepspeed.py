@@ -21,7 +21,8 @@ import octavo
 from octavo.errors import BackendError, ConfigError
 from octavo.integrations import deepspeed as integration
 from octavo.testing import assert_bitwise
-from tests.ecosystem.deepspeed_ranks import Case, alone, together
+from tests.ecosystem.deepspeed_ranks import alone, together
+from tests.ecosystem.plain_run import Case
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +50,7 @@ ALONE = [
     Case(3, "blockwise", "fp32", 4, resumed=True),
 ]
 TOGETHER = [
+    Case(0, "rowwise", "fp32", 4),
     Case(1, "blockwise", "fp32", 4, resumed=True),
     Case(2, "rowwise", "fp32", 4),
     Case(2, "delayed-recent", "bf16", 1, resumed=True),

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import octavo
 from octavo import nn
 from octavo.distributed.mesh import Mesh, ParallelSection
 from octavo.errors import ConfigError, RecipeError, StaleCodesError
+from octavo.nn.weights.gathered import GatheredWeight
 from octavo.numerics import get_recipe
 from octavo.parallel import gathered, shard
 from octavo.parallel.sharded_weight import ShardedWeight
@@ -322,3 +324,19 @@ def test_an_unknown_dtype_is_refused() -> None:
 
 def test_one_process_gathers_nothing() -> None:
     assert shard(torch.nn.Linear(8, 8), Mesh.single(), all_gather_dtype="fp8").gathers == ()
+
+
+def test_other_rows_at_a_freed_address_are_other_rows() -> None:
+    recipe = get_recipe("blockwise")
+    source = GatheredWeight((16,), recipe, lambda weight: None)
+    state, last, is_met = None, 0, False
+    for _ in range(50):  # an allocator gives a freed address again
+        parameter = torch.nn.Parameter(torch.zeros(16, 1024))
+        source._sharded = SimpleNamespace(_local_tensor=parameter.data, _version=0, requires_grad=False)
+        address, old = parameter.data_ptr(), state
+        state = source.shard_state()
+        assert state != old and state == source.shard_state()
+        is_met = is_met or address == last
+        last = address
+        source._sharded = parameter = None  # type: ignore[assignment]
+    assert is_met, "no address came again: the test shows nothing"

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from octavo.errors import RecipeError, StaleCodesError
 from octavo.nn.weights.operands import Operands
@@ -51,6 +52,8 @@ class GatheredWeight(WeightSource):
         self._codes: Operands | None = None
         self._whole: Operands = []  # the same, in memory that comes and goes
         self._storage = 0  # of its codes
+        self._shard_storage: Any = None  # of the rank's rows when they were last looked at, and how many they had
+        self._num_storages = 0
         self._num_cols = 0
         self._hollow_at = 0  # address of the parameter's storage until it is freed
         count_optimizer_steps()
@@ -74,12 +77,19 @@ class GatheredWeight(WeightSource):
         return self.local.detach()
 
     def shard_state(self) -> tuple[int, ...]:
-        """Changes when the rank's rows may have, as weight_state does: alike on all ranks that run one program."""
+        """Changes when the rank's rows may have, as weight_state does: alike on all ranks that run one program.
+
+        Storages are counted: an address may be given to other rows on one rank alone, which would ask the others for
+        nothing. What a weak reference refers to keeps its number, though not its memory.
+        """
         weight = self._sharded
         local, steps = weight._local_tensor, 0
         if weight.requires_grad:
             steps = num_optimizer_steps() if self.model is None else self.model.num_steps
-        return self.version, weight._version, local._version, local.data_ptr(), steps, int(self.stages)
+        storage = StorageWeakRef(local.untyped_storage())
+        if self._shard_storage is None or storage != self._shard_storage:
+            self._shard_storage, self._num_storages = storage, self._num_storages + 1
+        return self.version, weight._version, local._version, self._num_storages, steps, int(self.stages)
 
     # The whole
 

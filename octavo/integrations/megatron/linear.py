@@ -64,7 +64,7 @@ class LinearOfMegatron(Linear):
 
 
 class InFp8(nn.Module):
-    """What both linears add: `fp8`, a LinearOfMegatron. The recipe is that of the config's --fp8-* flags, or of their layer."""
+    """What both linears add: `fp8`, with the recipe of the config's --fp8-* flags, or of their layer."""
 
     config: Any
     weight: nn.Parameter | None

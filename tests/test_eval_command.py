@@ -1,6 +1,7 @@
 """`octavo eval`: its table, one precision beside another; the error without the harness is tested in tests/serve."""
 
 import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -50,8 +51,12 @@ def test_one_precision_beside_another(checkpoint: Path, asked: list[object], com
     reference = checkpoint.parent / "other" if compare == "other" else "bf16"
     out = invoke(
         *(checkpoint, "--tasks", "arc_easy,piqa", "-t", "boolq", "--limit", 3),
-        *("--compare", reference, "--kv-cache-dtype", "fp8", "--device", "cpu"),
+        *("--compare", reference, "--kv-cache-dtype", "fp8", "--device", "cpu", "--output", checkpoint / "scores.json"),
     )
+    written = json.loads((checkpoint / "scores.json").read_text())
+    assert written["limit"] == 3
+    assert [row[0]["value"] for row in written["scores"].values()] == [0.25, 0.5]
+    assert list(written["scores"]) == ["auto", str(reference)]
     tasks = ["arc_easy", "piqa", "boolq"]
     assert asked == [("blockwise", "fp8", tasks, 3), ("bf16", "bf16", tasks, 3)]
     assert out.splitlines()[-1].split() == ["arc_easy", "acc", "0.2500", "0.1250", "0.5000", "0.1250", "-0.2500"]

@@ -24,6 +24,10 @@ HOMES = {
     "deepspeed": r"octavo\.integrations\.deepspeed",
     "colossalai": r"octavo\.integrations\.colossalai",
     "megatron": r"octavo\.integrations\.megatron(\.\w+)*",
+    "lightning": r"octavo\.integrations\.lightning",
+    "torchtitan": r"octavo\.integrations\.torchtitan",
+    "wandb": r"octavo\.run\.sinks",
+    "mlflow": r"octavo\.run\.sinks",
 }
 
 # torch.distributed has its own layers. amp.handle waits for its own.

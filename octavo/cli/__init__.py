@@ -81,6 +81,7 @@ COMMANDS = {
         {"--samples": "--num-calibration-samples", "--seq-len": "--max-seq-length", "--exclude": "--ignore"},
     ),
     "eval": Entry("octavo.cli.eval:command", "Run lm-evaluation-harness tasks, one precision beside another."),
+    "upload": Entry("octavo.cli.upload:command", "Upload a checkpoint to the Hugging Face Hub, with a model card."),
     "inspect": Entry(
         "octavo.cli.inspect:command", "Print every tensor of a checkpoint: scheme, scales, what is missing."
     ),

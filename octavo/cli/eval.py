@@ -1,6 +1,8 @@
 """`octavo eval MODEL --tasks NAME`: tasks of lm-evaluation-harness through the engine, beside another precision."""
 
+import dataclasses
 import gc
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +38,9 @@ def command(
     chat_template: Annotated[bool, typer.Option("--chat-template", help="Ask by the model's chat template.")] = False,
     max_model_len: Annotated[int | None, typer.Option(min=3, help="Tokens of a sequence.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one by default.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Also write the scores here, as JSON: octavo upload --eval takes it.")
+    ] = None,
 ) -> None:
     """Run lm-evaluation-harness tasks in this process; --compare puts a second precision beside the first.
 
@@ -71,6 +76,10 @@ def command(
         reference = scores(
             newest_model(Path(compare)) if is_path else model, AUTO_RECIPE if is_path else compare, "bf16", "bf16"
         )
+    if output is not None:
+        columns = {recipe: found} | ({compare: reference} if compare is not None and reference is not None else {})
+        scores_by_column = {name: [dataclasses.asdict(score) for score in column] for name, column in columns.items()}
+        output.write_text(json.dumps({"limit": limit, "scores": scores_by_column}, indent=2) + "\n", encoding="utf-8")
     Console().print(_table(found, reference, recipe, compare))
 
 

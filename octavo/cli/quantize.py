@@ -1,6 +1,7 @@
 """`octavo quantize MODEL OUT --dialect NAME`: an FP8 checkpoint from one in bf16, and what that costs in accuracy."""
 
 import re
+import statistics
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,6 +94,9 @@ def _summary(report: QuantizationReport, out: Path) -> Iterator[str]:
     before, after = report.num_bytes_before, report.num_bytes_after
     yield f"{out}: {len(report.quantized)} modules in FP8, {len(report.kept)} in bf16, dialect {report.dialect}"
     yield f"{before / 1e6:,.2f} MB before, {after / 1e6:,.2f} MB after ({after / before:.1%})"
+    worst = min(report.weight_sqnr_db, key=report.weight_sqnr_db.__getitem__)
+    median = statistics.median(report.weight_sqnr_db.values())
+    yield f"SQNR of the weights: median {median:.1f} dB, least {report.weight_sqnr_db[worst]:.1f} dB ({worst})"
     if report.num_calibration_tokens:
         yield f"calibrated with {report.num_calibration_tokens:,} tokens"
     if report.perplexity_before is None or report.perplexity_after is None:

@@ -10,8 +10,10 @@ from torch import nn
 import octavo.nn
 from octavo.amp.levels import Level, Levels, check_level
 from octavo.errors import CheckpointError, ConfigError
-from octavo.integrations.tested import OTHER_BACKENDS, accelerates_fp8, require
+from octavo.integrations.other_fp8 import refuse_other_fp8
+from octavo.integrations.tested import accelerates_fp8, require
 from octavo.nn.conversion import DEFAULT_IGNORE, ConversionReport, require_module
+from octavo.nn.fp8_state import agree_on_staged_amaxes
 from octavo.numerics.recipe import Recipe
 
 try:
@@ -25,7 +27,6 @@ except ImportError:
 require("huggingface", "transformers")
 
 _METHOD = "octavo"
-_STATE_FILE = "fp8.safetensors"
 _ENGINES = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
 
 
@@ -45,6 +46,8 @@ def convert(model: nn.Module, recipe: Recipe | str, **options: Any) -> Conversio
     _refuse_prepared(model)
     _refuse_other_fp8(model)
     report = octavo.nn.convert(model, recipe, **options)
+    # DDP would replace the amaxes that other ranks have staged by rank 0's
+    vars(model)["_ddp_params_and_buffers_to_ignore"] = list(octavo.nn.fp8_state_dict(model))
     vars(model)["conversion_report"] = report
     return report
 
@@ -127,7 +130,7 @@ class OctavoCallback(TrainerCallback):  # type: ignore[misc]
         if not any(linear.recipe and linear.recipe.is_fp8 for linear in linears):
             raise ConfigError(
                 "OctavoCallback found no linear in FP8; load the model with quantization_config=OctavoConfig(...), or "
-                "call octavo.integrations.huggingface.convert(model, recipe) before the Trainer is made"
+                "call convert(model, recipe) of octavo.integrations.huggingface before the Trainer is made"
             )
         if self._schedule:
             self._levels = Levels(model, None)
@@ -164,23 +167,23 @@ class OctavoCallback(TrainerCallback):  # type: ignore[misc]
         self._found = {}
 
     def on_save(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-        """Write delayed scaling's state beside the checkpoint."""
+        """Write delayed scaling's state beside the checkpoint, the same on all ranks."""
+        agree_on_staged_amaxes(model)
         found = octavo.nn.fp8_state_dict(model)
         if found and state.is_world_process_zero:
             save_file(found, _state_path(args, state))
 
 
 def _state_path(args: Any, state: Any) -> Path:
-    return Path(args.output_dir, f"checkpoint-{state.global_step}", _STATE_FILE)
+    return Path(args.output_dir, f"checkpoint-{state.global_step}", "fp8.safetensors")
 
 
 def _refuse_prepared(model: nn.Module) -> None:
-    for base in type(model).__mro__:
-        if base.__name__ in _ENGINES:
-            raise ConfigError(
-                f"this model is a {base.__name__} already, and convert comes before accelerator.prepare(): "
-                "convert(model, recipe), then model, optimizer = accelerator.prepare(model, optimizer)"
-            )
+    if engine := next((base.__name__ for base in type(model).__mro__ if base.__name__ in _ENGINES), None):
+        raise ConfigError(
+            f"this model is a {engine} already, and convert comes before accelerator.prepare(): "
+            "convert(model, recipe), then model, optimizer = accelerator.prepare(model, optimizer)"
+        )
 
 
 def _refuse_other_fp8(model: nn.Module) -> None:
@@ -191,9 +194,6 @@ def _refuse_other_fp8(model: nn.Module) -> None:
             f"this model is quantized by {getattr(method, 'value', method)} already; load a bf16 checkpoint of it, or "
             "call model.dequantize() first"
         )
-    for name, module in model.named_modules():
-        if (library := type(module).__module__.partition(".")[0]) in OTHER_BACKENDS:
-            layer = f"{library}'s {type(module).__name__}"
-            raise ConfigError(f"{name} is {layer}: two FP8 libraries in one model; load it in bf16 without the other")
+    refuse_other_fp8(model)
     if where := accelerates_fp8():
         raise ConfigError(f"accelerate's own FP8 is on ({where}) beside octavo's; set mixed_precision to bf16 or no")

@@ -7,7 +7,8 @@ from octavo.errors import ConfigError
 _OTHERS = {  # how the full name of a layer's or parameter's class begins -> whose FP8 it is
     "deepspeed.linear.quantization.": "DeepSpeed's own FP8 (deepspeed.linear)",
     "transformer_engine.": "TransformerEngine",
-    "torchao.float8.": "torchao's float8",
+    "torchao.": "torchao",
+    "bitsandbytes.": "bitsandbytes",
     "msamp.": "MS-AMP",
 }
 

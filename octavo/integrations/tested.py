@@ -27,6 +27,9 @@ ROWS: dict[str, dict[str, Versions]] = {
     "deepspeed": {"deepspeed": Versions("0.19.8", "0.19.8")},
     "colossalai": {"colossalai": Versions("0.5.0", "0.5.0")},
     "megatron": {"megatron-core": Versions("0.16.1", "0.16.1")},
+    "lightning": {"lightning": Versions("2.6.6", "2.6.6")},
+    "torchtitan": {"torchtitan": Versions("0.3.0", "0.3.0")},
+    "sinks": {"wandb": Versions("0.31.0", "0.31.0"), "mlflow": Versions("3.17.2", "3.17.2")},
 }
 
 

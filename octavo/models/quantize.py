@@ -10,7 +10,7 @@ import torch
 from octavo.deprecation import former_keywords
 from octavo.errors import CheckpointError, ConfigError, DataError
 from octavo.models.calibration import Amaxes, OnProgress, calibrate
-from octavo.models.checkpoint import compressed_tensors, fp8_block, fp8_tensor
+from octavo.models.checkpoint import compressed_tensors, fp8_block, fp8_tensor, record
 from octavo.models.checkpoint.atomic import atomic_directory
 from octavo.models.checkpoint.dialects import DIALECTS, HIGH_PRECISION, WRITABLE, read_config, read_layout
 from octavo.models.checkpoint.inspect import inspect_checkpoint
@@ -21,12 +21,12 @@ from octavo.models.config import ModelConfig
 from octavo.models.decoder import Decoder
 from octavo.models.load import AUTO_RECIPE, load_model
 from octavo.models.perplexity import perplexity
-from octavo.models.save import save_model
+from octavo.models.save import save_model, written_codes
 from octavo.models.text_windows import read_windows
 from octavo.models.tokenizer import load_tokenizer
 from octavo.nn import Linear
 from octavo.nn.overrides import name_nearest, refuse_text
-from octavo.numerics import Numerics
+from octavo.numerics import Numerics, sqnr
 
 # A dialect without its kind -> where inputs are scaled -> the kind.
 _SHORT_NAMES = {
@@ -85,6 +85,7 @@ class QuantizationReport:
         perplexity_before: of the model in bf16; None without text.
         perplexity_after: of the written checkpoint as recipe "auto" computes it.
         perplexity_fp8_kv: the same with K and V under the written scales; None where there are none.
+        weight_sqnr_db: of each module's decoded codes against its weight in bf16, by Hugging Face's names; dB.
     """
 
     dialect: str
@@ -97,6 +98,7 @@ class QuantizationReport:
     perplexity_before: float | None
     perplexity_after: float | None
     perplexity_fp8_kv: float | None
+    weight_sqnr_db: dict[str, float]
 
 
 @former_keywords(exclude="ignore")
@@ -157,6 +159,7 @@ def quantize_checkpoint(
         for name in _BESIDE:
             if (source / name).is_file():
                 shutil.copyfile(source / name, staging / name)
+        fidelity = _weight_sqnr_db(model, layout, kept)
         del model  # its memory is the quantized one's
         quantized = load_model(staging, device=device, recipe=AUTO_RECIPE)
         if held_out:
@@ -164,19 +167,21 @@ def quantize_checkpoint(
         if held_out and scales:
             stage = "perplexity in FP8 with the KV cache"
             with_kv = perplexity(quantized, held_out, kv_scales=scales, on_progress=on_progress, stage=stage)
-        num_bytes_after = inspect_checkpoint(staging).num_bytes
-    return QuantizationReport(
-        dialect=layout.dialect,
-        quantized=_modules(p for p in parameter_names(config) if p.is_linear_weight and _linear_name(p) not in kept),
-        kept=_reasons(config, kept),
-        num_bytes_before=inspect_checkpoint(source).num_bytes,
-        num_bytes_after=num_bytes_after,
-        num_calibration_tokens=sum(map(len, samples)),
-        num_eval_tokens=sum(len(sequence) - 1 for sequence in held_out),
-        perplexity_before=before,
-        perplexity_after=after,
-        perplexity_fp8_kv=with_kv,
-    )
+        report = QuantizationReport(
+            dialect=layout.dialect,
+            quantized=tuple(fidelity),
+            kept=_reasons(config, kept),
+            num_bytes_before=inspect_checkpoint(source).num_bytes,
+            num_bytes_after=inspect_checkpoint(staging).num_bytes,
+            num_calibration_tokens=sum(map(len, samples)),
+            num_eval_tokens=sum(len(sequence) - 1 for sequence in held_out),
+            perplexity_before=before,
+            perplexity_after=after,
+            perplexity_fp8_kv=with_kv,
+            weight_sqnr_db=fidelity,
+        )
+        record.write_report(staging, dataclasses.asdict(report))
+    return report
 
 
 # Before the model is loaded
@@ -308,6 +313,20 @@ def _apply_scales(model: Decoder, layout: Layout, amaxes: Amaxes, kept: dict[str
 
 
 # The report
+
+
+def _weight_sqnr_db(model: Decoder, layout: Layout, kept: dict[str, str]) -> dict[str, float]:
+    """Of every module that the checkpoint has in codes."""
+    found: dict[str, float] = {}
+    for parameter in parameter_names(model.config):
+        name = _linear_name(parameter)
+        if parameter.is_linear_weight and name not in kept:
+            linear = model.get_submodule(name)
+            assert isinstance(linear, Linear) and linear.weight is not None and layout.weight is not None, name
+            codes = written_codes(name, linear, parameter, layout.weight)
+            for part, weight in parameter.split(linear.weight.detach()).items():
+                found[part.removesuffix(".weight")] = sqnr(weight, codes[part].dequantize(torch.float32))
+    return found
 
 
 def _linear_name(parameter: ParameterNames) -> str:

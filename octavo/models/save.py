@@ -121,7 +121,7 @@ def _parameter_tensors(
         return {name: part.to(dtype) for name, part in parameter.split(weight_of(model, parameter)).items()}, False
     linear = model.get_submodule(linear_name)
     assert isinstance(linear, Linear), linear_name
-    codes = _codes(linear_name, linear, parameter, layout.weight)
+    codes = written_codes(linear_name, linear, parameter, layout.weight)
     input_scale = _input_scale(linear_name, linear) if layout.input == "static" else None
     written: dict[str, torch.Tensor] = {}
     for name, part in codes.items():
@@ -135,7 +135,9 @@ def _fits_dialect(parameter: ParameterNames, layout: Layout) -> bool:
     return parameter.is_linear_weight and (not is_block or fp8_block.can_quantize(parameter.part_shapes.values()))
 
 
-def _codes(linear_name: str, linear: Linear, parameter: ParameterNames, scaling: Scaling) -> dict[str, QuantizedTensor]:
+def written_codes(
+    linear_name: str, linear: Linear, parameter: ParameterNames, scaling: Scaling
+) -> dict[str, QuantizedTensor]:
     """The linear's codes a part: those it computes with if the scaling has room for them, else made from its value.
 
     Raises:

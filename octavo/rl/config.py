@@ -211,6 +211,7 @@ class RLRunSection(Config):
         max_seconds: no step starts after this much time since the first; 0 for no limit.
         tensorboard: write TensorBoard events beside metrics.jsonl.
         wandb: log to W&B too, under a project of this name (needs the wandb package); empty for not.
+        mlflow: log to MLflow too, under an experiment of this name (needs the mlflow package); empty for not.
         transcripts_every: steps between sample transcripts for the report; 0 for none.
         report: write report.html under dir at the end.
         save: write the final model under dir.
@@ -225,6 +226,7 @@ class RLRunSection(Config):
     max_seconds: NonNegativeFloat = 0.0
     tensorboard: bool = True
     wandb: str = ""
+    mlflow: str = ""
     transcripts_every: NonNegativeInt = 10
     report: bool = True
     save: bool = True

@@ -19,11 +19,11 @@ from octavo.rl.policy import build_policy, build_tokenizer, mask_padded_ids, war
 from octavo.rl.progress import RLProgress
 from octavo.rl.prompts import check_known_prompts, draw_heldout, drop_long_prompts, step_limits, with_steps
 from octavo.rl.ranks import check_ranks
-from octavo.rl.reporter import require_wandb
 from octavo.rl.tasks import Task
 from octavo.rl.trainer import RLResult, Trainer
 from octavo.run.build import find_device
 from octavo.run.folder_lock import locked_folder
+from octavo.run.sinks import require_sinks
 from octavo.run.stopping import raise_on_signals
 
 logger = logging.getLogger(__name__)
@@ -93,8 +93,7 @@ def _run(
     progress: bool,
     resume: bool,
 ) -> RLResult:
-    if config.run.wandb:
-        require_wandb(config.run.wandb)
+    require_sinks("run", wandb=config.run.wandb, mlflow=config.run.mlflow)
     for caution in cautions(config) if mesh.is_first else ():
         logger.warning(caution)
     task = task or config.task.build()

@@ -1,12 +1,11 @@
-"""What a run leaves for people beside its metrics: config, transcripts, passed limits, W&B, report.html at the end."""
+"""What a run leaves for people beside its metrics: config, transcripts, passed limits, W&B, MLflow, report.html."""
 
 import json
-from importlib import import_module
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Self
 
 import torch
 
-from octavo.errors import ConfigError
 from octavo.models.tokenizer import Tokenizer
 from octavo.rl.config import RLConfig
 from octavo.rl.health import Alert
@@ -15,10 +14,10 @@ from octavo.rl.report import REPORT_FILE, write_report
 from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.transcripts import TRANSCRIPTS_FILE, append_transcripts, choose_transcripts
 from octavo.run.metrics import METRICS_FILE
+from octavo.run.sinks import SINKS_FILE, Sinks
 from octavo.run.write_failures import WriteFailures
 
-REPORTER_FILES = (CONFIG_FILE, HEALTH_FILE, TRANSCRIPTS_FILE, REPORT_FILE)
-_WANDB = "W&B's log"
+REPORTER_FILES = (CONFIG_FILE, HEALTH_FILE, TRANSCRIPTS_FILE, REPORT_FILE, SINKS_FILE)
 
 
 class RunReporter:
@@ -27,33 +26,45 @@ class RunReporter:
     Args:
         config: all of the run's; its [run] says what is written, and where.
         failures: where writes that fail are counted; they raise nothing.
+        done_steps: the step that the run resumes after.
+        earlier: its rows up to there.
         writes: False writes nothing: another rank does.
-    Raises:
-        ConfigError: W&B was asked for and is not installed.
     """
 
-    def __init__(self, config: RLConfig, failures: WriteFailures | None = None, *, writes: bool = True) -> None:
-        run, self._writes, self._wandb = config.run, writes, None
+    def __init__(
+        self,
+        config: RLConfig,
+        failures: WriteFailures | None = None,
+        done_steps: int = 0,
+        earlier: Sequence[StepRow] = (),
+        *,
+        writes: bool = True,
+    ) -> None:
+        run, self._writes = config.run, writes
         self._directory, self._every, self._writes_report = run.dir, run.transcripts_every, run.report
         self._failures = failures or WriteFailures()
+        plain = config.model_dump(mode="json")
+        self._sinks = Sinks(
+            run.dir,
+            done_steps,
+            [row.as_dict() for row in earlier],
+            wandb=run.wandb,
+            mlflow=run.mlflow,
+            config=plain,
+            failures=self._failures,
+            writes=writes,
+        )
         if not writes:
             return
-        plain = config.model_dump(mode="json")
         with self._failures.caught(CONFIG_FILE):
             run.dir.mkdir(parents=True, exist_ok=True)
             (run.dir / CONFIG_FILE).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
-        if run.wandb:
-            wandb = require_wandb(run.wandb)
-            with self._failures.caught(_WANDB):
-                self._wandb = wandb.init(project=run.wandb, name=run.dir.name, dir=str(run.dir), config=plain)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if self._wandb is not None:
-            with self._failures.caught(_WANDB):
-                self._wandb.finish(exit_code=0 if error is None else 1)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._sinks.__exit__(kind, error, trace)
         if not self._writes:
             return
         metrics = self._directory / METRICS_FILE
@@ -66,9 +77,7 @@ class RunReporter:
         if alerts and self._writes:
             with self._failures.caught(HEALTH_FILE):
                 append_lines(self._directory / HEALTH_FILE, (alert.as_dict() for alert in alerts))
-        if self._wandb is not None:
-            with self._failures.caught(_WANDB):
-                self._wandb.log({key: value for key, value in row.as_dict().items() if key != "step"}, step=row.step)
+        self._sinks.write(row.as_dict())
 
     def keep_transcripts(
         self,
@@ -88,18 +97,3 @@ class RunReporter:
             with self._failures.caught(TRANSCRIPTS_FILE):
                 chosen = choose_transcripts(step, rollouts, trainer_logprobs, tokenizer)
                 append_transcripts(self._directory / TRANSCRIPTS_FILE, chosen)
-
-
-def require_wandb(project: str) -> Any:
-    """The wandb module, before any work is done for a run that asks for it.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        return import_module("wandb")
-    except ImportError:
-        raise ConfigError(
-            f"run.wandb = {project!r} needs the wandb package, which is not installed; pip install wandb, or leave "
-            "run.wandb empty: metrics.jsonl and TensorBoard have the same numbers"
-        ) from None

@@ -137,7 +137,7 @@ class Trainer:
             MetricsWriter(
                 config.run.dir, start.step, config.run.tensorboard, StepRow, failures, writes=writes
             ) as writer,
-            RunReporter(config, failures, writes=writes) as reporter,
+            RunReporter(config, failures, start.step, writer.rows, writes=writes) as reporter,
             self._saved_on_errors(writer),
         ):
             self.history = list(writer.rows)

@@ -219,12 +219,16 @@ class MetricsSection(Config):
         eval_every: optimizer steps between validations; 0 validates after the last step alone.
         eval_tokens: validation tokens used each time, from the start of the validation text; 0 uses all.
         tensorboard: write TensorBoard events beside metrics.jsonl.
+        wandb: log to W&B too, under a project of this name (needs the wandb package); empty for not.
+        mlflow: log to MLflow too, under an experiment of this name (needs the mlflow package); empty for not.
     """
 
     log_every: PositiveInt = 1
     eval_every: NonNegativeInt = 100
     eval_tokens: NonNegativeInt = 65_536
     tensorboard: bool = True
+    wandb: str = ""
+    mlflow: str = ""
 
 
 class StatisticsSection(Config):

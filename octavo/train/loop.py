@@ -27,6 +27,7 @@ from octavo.run.determinism import deterministic
 from octavo.run.folder_lock import locked_folder
 from octavo.run.metrics import METRICS_FILE, MetricsWriter, Row
 from octavo.run.optimizer import MasterAdamW
+from octavo.run.sinks import SINKS_FILE, Sinks, require_sinks
 from octavo.run.stopping import StopRequest, stop_on_signals
 from octavo.run.tensorboard import TENSORBOARD_DIR
 from octavo.run.trainer_state import num_checkpoint_bytes, restore, trainer_state
@@ -108,6 +109,7 @@ def train(
         parallel.reduction = "ordered" a run on several ranks has the bits of one on a single process.
     """
     check_writable(config.run.dir, "run.dir")
+    require_sinks("metrics", wandb=config.metrics.wandb, mlflow=config.metrics.mlflow)
     find_device(config.run.device)
     mesh = Mesh.from_config(config.parallel, config.run.device)
     run = _Run.build(config, mesh)
@@ -178,7 +180,7 @@ class _Run:
         """Train to the end, or until asked to stop."""
         config = self.config
         if not resume and self.mesh.is_first:
-            move_aside(config.run.dir, (METRICS_FILE, STATISTICS_FILE, TENSORBOARD_DIR, CHECKPOINTS))
+            move_aside(config.run.dir, (METRICS_FILE, STATISTICS_FILE, TENSORBOARD_DIR, SINKS_FILE, CHECKPOINTS))
         self.mesh.barrier()
         first_step, notes = self.resume()
         if config.checkpoint.async_mode == "async":
@@ -191,6 +193,16 @@ class _Run:
             MetricsWriter[Row](
                 config.run.dir, first_step, config.metrics.tensorboard, failures=failures, writes=self.mesh.is_first
             ) as metrics,
+            Sinks(
+                config.run.dir,
+                first_step,
+                [row.as_dict() for row in metrics.rows],
+                wandb=config.metrics.wandb,
+                mlflow=config.metrics.mlflow,
+                config=config.model_dump(mode="json"),
+                failures=failures,
+                writes=self.mesh.is_first,
+            ) as sinks,
             RunStatistics(
                 self.model,
                 config.run.dir,
@@ -215,6 +227,7 @@ class _Run:
                 row = self.measure(step, result, clock)
                 if row is not None:
                     metrics.write(row)
+                    sinks.write(row.as_dict())
                     with failures.caught("progress"):
                         bar.update(row)
                 if self.is_due(step, config.checkpoint.every):

@@ -95,7 +95,7 @@ def run_plain(case: Case) -> dict[str, torch.Tensor]:
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     model = make_model()
     octavo.convert(model, case.recipe)
-    run = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
+    run = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False) if world > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
     rows = iter(make_rows(STEPS * BATCH * case.accumulation * world).split(BATCH))
     num_tokens = torch.tensor(BATCH * (TOKENS - 1) * case.accumulation * world)

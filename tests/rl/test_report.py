@@ -2,7 +2,7 @@
 
 import dataclasses
 import html.parser
-import importlib
+import importlib.util
 import json
 import math
 import re
@@ -20,6 +20,7 @@ from octavo.models.tokenizer import char_tokenizer, train_bpe
 from octavo.rl.config import RLConfig
 from octavo.rl.health import HealthMonitor, HealthSection
 from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow, read_alerts
+from octavo.rl.loop import run as reinforce
 from octavo.rl.report import REPORT_FILE, render_report, write_report
 from octavo.rl.report_transcripts import FULL, LEAST, colour_class, render_transcript
 from octavo.rl.reporter import RunReporter
@@ -277,6 +278,8 @@ def test_a_run_writes_its_report_and_the_command_writes_it_again(tmp_path: Path,
 
 
 class FakeRun:
+    step = 0
+
     def __init__(self) -> None:
         self.logged: list[tuple[dict[str, Any], int]] = []
         self.exit_code: int | None = None
@@ -310,7 +313,7 @@ def test_wandb_gets_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
 def test_wandb_that_is_not_installed_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"pip install wandb, or leave run\.wandb empty"):
-        RunReporter(RLConfig(run={"dir": tmp_path, "wandb": "mine"}))
+        reinforce(tiny_config(tmp_path, run={"wandb": "mine"}))
 
 
 @pytest.mark.slow

@@ -201,12 +201,13 @@ def read_run(reader: Reader) -> None:
         reader.put("run.dir", "/".join(("checkpoints", *words)), project, experiment)
     loggers = reader.take("trainer.logger", list, None)
     if loggers is not None:
-        if foreign := [each for each in loggers if each not in ("console", "tensorboard", "wandb")]:
-            why = f"octavo writes console, tensorboard and wandb, not {', '.join(map(str, foreign))}"
+        if foreign := [each for each in loggers if each not in ("console", "tensorboard", "wandb", "mlflow")]:
+            why = f"octavo writes console, tensorboard, wandb and mlflow, not {', '.join(map(str, foreign))}"
             reader.refuse("trainer.logger", why)
         else:
             reader.put("run.tensorboard", "tensorboard" in loggers, "trainer.logger")
-            reader.put("run.wandb", words[0] if "wandb" in loggers else "", "trainer.logger")
+            for name in ("wandb", "mlflow"):
+                reader.put(f"run.{name}", words[0] if name in loggers else "", "trainer.logger")
     for name, key in (("trainer.save_freq", "run.checkpoint_every"), ("trainer.max_actor_ckpt_to_keep", "run.keep")):
         number = reader.take(name, int, None)
         if number is not None:

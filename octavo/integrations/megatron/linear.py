@@ -22,7 +22,7 @@ from octavo.numerics.recipe import Recipe
 from octavo.numerics.scaling import INPUT_DTYPES
 
 
-class Product(Linear):
+class LinearOfMegatron(Linear):
     """What a Megatron linear multiplies by: its own weight, under a recipe.
 
     It is a submodule, so that octavo's tools find it; the weight is no parameter of it, so that nothing else does.
@@ -64,11 +64,11 @@ class Product(Linear):
 
 
 class InFp8(nn.Module):
-    """What both linears add: `fp8`, a Product. The recipe is that of the config's --fp8-* flags, or of their layer."""
+    """What both linears add: `fp8`, with the recipe of the config's --fp8-* flags, or of their layer."""
 
     config: Any
     weight: nn.Parameter | None
-    fp8: Product | None
+    fp8: LinearOfMegatron | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         recipe = choose_recipe(kwargs["config"], None)  # refuses before Megatron does
@@ -76,7 +76,7 @@ class InFp8(nn.Module):
         self.awaits_layer = self.config.first_last_layers_bf16
         self.fp8 = None  # where the weight is another module's
         if self.weight is not None:
-            self.fp8 = Product(self.weight, self.config.tp_only_amax_red)
+            self.fp8 = LinearOfMegatron(self.weight, self.config.tp_only_amax_red)
             self.fp8.set_recipe(recipe)
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:

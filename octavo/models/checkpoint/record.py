@@ -1,4 +1,6 @@
-"""The folder `octavo/` inside a checkpoint: the numerics that the weights were used with, and delayed scaling's state.
+"""The folder `octavo/` inside a checkpoint: the numerics that the weights were used with, delayed scaling's state.
+
+Beside them lies what `octavo quantize` measured.
 
 Other readers of the checkpoint never look there.
 """
@@ -16,7 +18,7 @@ from octavo.models.checkpoint.safetensors_io import SafetensorsReader
 from octavo.numerics import Numerics
 
 FOLDER = "octavo"
-_RECORD, _STATE = "numerics.json", "recipe_state.safetensors"
+_RECORD, _STATE, _REPORT = "numerics.json", "recipe_state.safetensors", "quantization.json"
 _FORMAT = 1
 
 
@@ -90,6 +92,25 @@ def read(directory: Path) -> Record | None:
         )
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file}: not a record of octavo ({error!r}); delete it to load without") from error
+
+
+def write_report(directory: Path, report: dict[str, Any]) -> None:
+    """Keep what quantize_checkpoint reports beside the weights."""
+    (directory / FOLDER / _REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def read_report(directory: Path) -> dict[str, Any] | None:
+    """What quantize_checkpoint reported of a checkpoint, None where octavo did not quantize it.
+
+    Raises:
+        CheckpointError: the file cannot be understood.
+    """
+    file = directory / FOLDER / _REPORT
+    try:
+        found: dict[str, Any] | None = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    except ValueError as error:
+        raise CheckpointError(f"{file}: not a report of octavo ({error}); delete it to go on without") from error
+    return found
 
 
 def state_file(directory: Path) -> Path | None:

@@ -108,6 +108,7 @@ trainer.default_local_dir=out -> run.dir=out
 trainer.experiment_name=e trainer.project_name=p -> run.dir=checkpoints/p/e
 trainer.logger=['console'] -> run.tensorboard=False
 trainer.project_name=p trainer.logger=['console','wandb'] -> run.wandb=p
+trainer.project_name=p trainer.logger=['console','mlflow'] -> run.mlflow=p
 """.strip().splitlines()
 
 

@@ -111,8 +111,8 @@ def load_model(
         model.set_numerics(numerics, ignore=ignore)  # whose blocks are not cut
         cut(model)
     fill(model, stored, numerics.recipe, device, ignore=ignore, seed=seed, trainable=trainable, keeps_codes=keeps_codes)
-    if numerics.recipe.has_state:
-        load_fp8_state_dict(model, record.read_recipe_state(path))
+    if numerics.recipe.has_state and (state := record.read_recipe_state(path)):  # else it begins
+        load_fp8_state_dict(model, state)
     model.to(device)
     if cut is None:
         model.set_numerics(numerics, ignore=ignore)

@@ -4,6 +4,7 @@ It builds the engine that the first rank builds and repeats its calls until the 
 come over one connection, new weights over the other (tensor_updates.py).
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -35,11 +36,13 @@ def main(arguments: list[str]) -> None:
         check_versions("rank 0", versions, f"rank {rank}")  # before an order that only the same version can read
         (order,) = calls.recv()
         engine, updates = build(order, rank, port, lambda: calls.send(("loaded", "")))
-    except OctavoError as error:  # rank 0 says it
-        calls.send(("failed", str(error)))
+    except OctavoError as error:  # rank 0 says it, or has failed alike and hung up
+        with contextlib.suppress(OSError):
+            calls.send(("failed", str(error)))
         sys.exit(1)
     except Exception as error:
-        calls.send(("failed", f"{type(error).__name__}: {error}"))
+        with contextlib.suppress(OSError):
+            calls.send(("failed", f"{type(error).__name__}: {error}"))
         raise
     thread = threading.Thread(target=updates.run, args=(Connection(updates_fd),), daemon=True)
     thread.start()

@@ -13,8 +13,10 @@ from octavo.distributed.tensor_group import TensorGroup
 from octavo.models import Decoder, ModelConfig, load_model, save_model
 from octavo.models.checkpoint.parallel_read import ParallelReader
 from octavo.models.checkpoint.safetensors_io import SafetensorsReader
+from octavo.nn import PackedContext
 from octavo.nn.live_weights import live_tensors
 from octavo.parallel import parallelize
+from octavo.testing import assert_bitwise
 from tests.models.test_load_memory import peak_bytes
 
 SIZES: dict[str, Any] = {
@@ -159,3 +161,12 @@ def test_loading_slices_takes_a_share_of_the_memory(tmp_path: Path) -> None:
     group = TensorGroup(None, 1, 2)
     peak, *_ = peak_bytes(lambda: load(tmp_path / "m", "bf16", lambda model: parallelize(model, group)))
     assert peak < 0.55 * whole
+
+
+def test_a_recipe_with_state_begins_where_the_checkpoint_has_none(tmp_path: Path) -> None:
+    save_model(load_model(config_of("llama", 2)), tmp_path / "m")
+    whole, cut = (load_model(tmp_path / "m", recipe="delayed", cut=each) for each in (None, lambda model: None))
+    tokens = torch.arange(9)
+    with torch.no_grad():
+        found, expected = (model(tokens, PackedContext.from_lengths([9], model.numerics)) for model in (cut, whole))
+    assert_bitwise(found, expected)

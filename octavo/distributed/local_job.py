@@ -23,8 +23,9 @@ def open_store() -> TCPStore:
     """
     if dist.is_initialized():
         raise ConfigError(
-            "this process is part of a torch.distributed job already, so it cannot start one; call "
-            "octavo.parallel.parallelize on every rank, and make an LLM of the model there"
+            "this process is part of a torch.distributed job already, so it cannot start one; under torchrun, call "
+            "octavo.parallel.parallelize on every rank and make an LLM of the model there; after another "
+            "LLM(tensor_parallel_size=...), which has a process for itself, start a new process"
         )
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
 

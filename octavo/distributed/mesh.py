@@ -114,7 +114,7 @@ class ParallelSection(Config):
         degrees = f"data_parallel_replicate_degree={replicas} times data_parallel_shard_degree={shards}"
         if tensor > 1:
             degrees += f" times tensor_parallel_degree={tensor}"
-        fits = f"the others go with a multiple of {known} ranks"
+        fits = f"start a multiple of {known} ranks (torchrun --nproc-per-node {known})"
         if shards != -1:
             fits = f"start {known * shards} ranks, or set data_parallel_shard_degree = -1"
         raise ConfigError(f"parallel: {degrees} must be the number of ranks, got {world_size}; {fits}")

@@ -76,7 +76,7 @@ def test_degrees(replicas: int, shards: int, ranks: int, expected: tuple[int, in
 
 
 def test_replicas_that_do_not_divide_the_ranks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="go with a multiple of 3 ranks"):
+    with pytest.raises(ConfigError, match=r"start a multiple of 3 ranks \(torchrun --nproc-per-node 3\)"):
         ParallelSection(data_parallel_replicate_degree=3).degrees(4)
 
 

@@ -1,8 +1,11 @@
 """PEFT's LoRA over a whole 8B model whose base is held as FP8 codes alone, against one in bf16: memory and time."""
 
+import functools
 import importlib.metadata
+from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from bench.speed.trainers.variants import (
     TIMED_STEPS,
@@ -21,15 +24,27 @@ _RANK = 16
 _WHOLE = {"num_hidden_layers": 32, "vocab_size": 128_256}  # of Llama-3-8B, beside the other parts' sizes
 
 
+def _recompute(*_: Any, **__: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# use_reentrant=False alone means this too, but torch.compile of torch < 2.13 then keeps what autograd Functions return
+_RECOMPUTE_ALL = {
+    "use_reentrant": False,
+    "context_fn": functools.partial(create_selective_checkpoint_contexts, _recompute),
+}
+
+
 def lora(session: TrainersSession) -> None:
     """bf16, then each recipe."""
     session.describe(
         f"lora: a step of PEFT {importlib.metadata.version('peft')}'s LoRA, rank {_RANK} on all linears but the head, "
         f"adapters in bf16, over LlamaForCausalLM of transformers {importlib.metadata.version('transformers')} in "
         "Llama-3-8B's shape, random weights in bf16, or octavo's codes alone after octavo.nn.keep_codes_only; 1 x 4096 "
-        "random tokens. Each decoder layer under gradient checkpointing (use_reentrant=False) and torch.compile, "
-        "cuDNN's attention, torch's fused AdamW, no clipping, in all alike. Embedding and head are in bf16. Median of "
-        f"{TIMED_STEPS} steps after {WARM_UP_STEPS}, each waited for; the peak is that of the timed steps."
+        "random tokens. Each decoder layer under torch.compile and gradient checkpointing (use_reentrant=False, all "
+        "recomputed), the loss under torch.compile, cuDNN's attention, torch's fused AdamW, no clipping, in all alike. "
+        f"Embedding and head are in bf16. Median of {TIMED_STEPS} steps after {WARM_UP_STEPS}, each waited for; the "
+        "peak is that of the timed steps."
     )
     variants = Variants(session, "lora")
     for recipe in ("bf16", *session.recipes):
@@ -50,7 +65,9 @@ def _build(session: TrainersSession, recipe: str) -> Step:
         octavo.convert(model, recipe)
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
         octavo.nn.keep_codes_only(adapted)
-    adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_RECOMPUTE_ALL)
     compile_layers(session, adapted.train())
+    if session.compiled and session.kind == "cuda":
+        model.loss_function = torch.compile(model.loss_function)
     ids = session.tokens(1, 4096, model.config.vocab_size)
     return training_step(session, adapted, ids, torch.Tensor.backward, optimizer_update(make_optimizer(adapted)))

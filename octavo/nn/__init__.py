@@ -4,7 +4,7 @@ from octavo.nn.attention import Attention
 from octavo.nn.attention_context import AttentionContext, PackedContext
 from octavo.nn.autocast_scope import autocast
 from octavo.nn.check_weights import check_weights
-from octavo.nn.checkpoint import checkpoint
+from octavo.nn.checkpoint import checkpoint, recompute_all
 from octavo.nn.conversion import ConversionReport, ConversionRow, convert, set_exact
 from octavo.nn.cross_entropy import linear_cross_entropy
 from octavo.nn.cut_linear import ColumnLinear, RowLinear
@@ -74,6 +74,7 @@ __all__ = [
     "mark_weights_updated",
     "pin_codes",
     "plan_fusion",
+    "recompute_all",
     "reset_amax_history",
     "set_amax_reduction_group",
     "set_exact",

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
-import torch.utils.checkpoint
+from torch.utils import checkpoint as torch_checkpoint
 
 from octavo.nn.autocast_context import active_context
 from octavo.nn.autocast_scope import restore_context
@@ -31,4 +30,20 @@ def checkpoint(function: Callable[..., T], *args: Any, preserve_rng_state: bool 
         with restore_context(context):
             return function(*inputs)
 
-    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+    return torch_checkpoint.checkpoint(run, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+
+
+def recompute_all() -> tuple[Any, Any]:
+    """For torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=recompute_all) inside torch.compile.
+
+    It asks for what is the default, that all in the checkpoint is computed again. Without it, torch.compile of
+    torch < 2.13 keeps the outputs of the autograd Functions in a checkpoint, and so those of every FP8 linear.
+
+    Returns:
+        The contexts of the forward and of the replay.
+    """
+    return torch_checkpoint.create_selective_checkpoint_contexts(_prefer_recompute)
+
+
+def _prefer_recompute(*_: Any, **__: Any) -> torch_checkpoint.CheckpointPolicy:
+    return torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE

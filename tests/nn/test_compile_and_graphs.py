@@ -1,5 +1,7 @@
 """Layers under torch.compile (no break, no recompilation), CUDA graphs, accumulation and DistributedDataParallel."""
 
+import copy
+
 import pytest
 import torch
 
@@ -46,6 +48,38 @@ def test_a_layer_compiles_whole_and_once(recipe, device):
         more, found_grads = train(compiled, call, 3, generator, device)
     assert_all_sqnr([*found, *more], wanted, 30.0)
     assert_all_sqnr(found_grads, wanted_grads, 25.0)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch itself
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_compiled_checkpoints_replay_the_codes_of_the_forward(recipe, is_inside, generator):
+    """Steps have the bits of those without a checkpoint; inside compiled code nothing between the linears is saved."""
+    torch._dynamo.reset()
+    model = torch.nn.Sequential(*(nn.Linear(128, width, bias=False) for width in (128, 128))).bfloat16()
+    octavo.convert(model, recipe)
+    eager, saved = copy.deepcopy(model), []
+    options = {"use_reentrant": False} | ({"context_fn": nn.recompute_all} if is_inside else {})
+
+    def checkpointed(x, run=model):
+        return torch.utils.checkpoint.checkpoint(run, x, **options)
+
+    compiled = torch.compile(checkpointed if is_inside else model, fullgraph=True)
+    call = compiled if is_inside else lambda x: checkpointed(x, compiled)
+    for step in range(3):
+        x = (torch.randn(64, 128, generator=generator) * (step + 1)).bfloat16().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
+            out = call(x)
+        grad = torch.randn(out.shape, generator=generator).bfloat16()
+        found = torch.autograd.grad(out, [x, *model.parameters()], grad)
+        assert_all_bitwise(found, torch.autograd.grad(eager(x), [x, *eager.parameters()], grad))
+        assert_all_bitwise(model.buffers(), eager.buffers())
+        with torch.no_grad():
+            for parameter in (*model.parameters(), *eager.parameters()):
+                parameter *= 1.1
+    if is_inside:
+        given = [x, *model.parameters(), *model.buffers()]
+        assert sum(saved) <= 3 * (sum(tensor.nbytes for tensor in given) + 1024)  # of scales
 
 
 @pytest.mark.gpu

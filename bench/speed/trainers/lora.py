@@ -1,11 +1,8 @@
 """PEFT's LoRA over a whole 8B model whose base is held as FP8 codes alone, against one in bf16: memory and time."""
 
-import functools
 import importlib.metadata
-from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from bench.speed.trainers.variants import (
     TIMED_STEPS,
@@ -17,22 +14,12 @@ from bench.speed.trainers.variants import (
     make_llama,
     make_optimizer,
     optimizer_update,
+    recipe_of_ranks,
     training_step,
 )
 
 _RANK = 16
 _WHOLE = {"num_hidden_layers": 32, "vocab_size": 128_256}  # of Llama-3-8B, beside the other parts' sizes
-
-
-def _recompute(*_: Any, **__: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-# use_reentrant=False alone means this too, but torch.compile of torch < 2.13 then keeps what autograd Functions return
-_RECOMPUTE_ALL = {
-    "use_reentrant": False,
-    "context_fn": functools.partial(create_selective_checkpoint_contexts, _recompute),
-}
 
 
 def lora(session: TrainersSession) -> None:
@@ -41,10 +28,10 @@ def lora(session: TrainersSession) -> None:
         f"lora: a step of PEFT {importlib.metadata.version('peft')}'s LoRA, rank {_RANK} on all linears but the head, "
         f"adapters in bf16, over LlamaForCausalLM of transformers {importlib.metadata.version('transformers')} in "
         "Llama-3-8B's shape, random weights in bf16, or octavo's codes alone after octavo.nn.keep_codes_only; 1 x 4096 "
-        "random tokens. Each decoder layer under torch.compile and gradient checkpointing (use_reentrant=False, all "
-        "recomputed), the loss under torch.compile, cuDNN's attention, torch's fused AdamW, no clipping, in all alike. "
-        f"Embedding and head are in bf16. Median of {TIMED_STEPS} steps after {WARM_UP_STEPS}, each waited for; the "
-        "peak is that of the timed steps."
+        "random tokens. Each decoder layer under torch.compile and gradient checkpointing (use_reentrant=False, "
+        "context_fn=octavo.nn.recompute_all), the loss under torch.compile, cuDNN's attention, torch's fused AdamW, no "
+        "clipping, delayed with update_every='step', in all alike. Embedding and head are in bf16. Median of "
+        f"{TIMED_STEPS} steps after {WARM_UP_STEPS}, each waited for; the peak is that of the timed steps."
     )
     variants = Variants(session, "lora")
     for recipe in ("bf16", *session.recipes):
@@ -62,10 +49,11 @@ def _build(session: TrainersSession, recipe: str) -> Step:
     if recipe == "bf16":
         adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     else:
-        octavo.convert(model, recipe)
+        octavo.convert(model, recipe_of_ranks(recipe))
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
         octavo.nn.keep_codes_only(adapted)
-    adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_RECOMPUTE_ALL)
+    checkpointing = {"use_reentrant": False, "context_fn": octavo.nn.recompute_all}
+    adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
     compile_layers(session, adapted.train())
     if session.compiled and session.kind == "cuda":
         model.loss_function = torch.compile(model.loss_function)

@@ -1,7 +1,7 @@
 """The step of delayed scaling in place: scales from the amax history, and the history rolled, in one launch."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from octavo import env
 from octavo.errors import ShapeError
 from octavo.numerics.formats import format_of
 from octavo.numerics.recipe import Recipe
-from octavo.ops._runtime.registry import register
+from octavo.ops._runtime.registry import bypassing, define
 from octavo.ops.quantize.delayed import reference
 
 __all__ = ["Histories", "update_delayed_"]
@@ -30,11 +30,27 @@ def _cuda(history, quant_scale, forward_max, grad_max, margin, most_recent):  # 
     run(history, quant_scale, forward_max, grad_max, margin, most_recent)
 
 
-_op = register(
-    "update_delayed_(Tensor(a!) history, Tensor(b!) quant_scale, float forward_max, float grad_max, int margin, "
-    "bool most_recent) -> ()",
+def _once(run: Callable[..., None]) -> Callable[..., None]:
+    """run, but nothing where compiled code repeats a forward in its backward: the state is a step further by then."""
+
+    def first(*args: Any) -> None:
+        node = torch._C._current_autograd_node()
+        if node is None or node.name() != "CompiledFunctionBackward":
+            run(*args)
+
+    return first
+
+
+_op = bypassing(
+    "update_delayed_",
+    define(
+        "update_delayed_(Tensor(a!) history, Tensor(b!) quant_scale, float forward_max, float grad_max, int margin, "
+        "bool most_recent) -> ()",
+        reference=_once(reference.update),
+        fake=lambda *_: None,
+        cuda=_once(_cuda),
+    ),
     reference=reference.update,
-    fake=lambda *_: None,
     cuda=_cuda,
     has_gradient=False,
 )

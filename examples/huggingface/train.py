@@ -1,24 +1,38 @@
-"""transformers' Trainer with FP8 linears: python examples/huggingface/train.py MODEL OUT."""
+"""transformers' Trainer with FP8 linears: train.py MODEL OUT; started again, it goes on from OUT."""
 
-import sys
+import argparse
+import os
 
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 from octavo.integrations.huggingface import OctavoCallback, OctavoConfig
 
-source, out = sys.argv[1:3]
-model = AutoModelForCausalLM.from_pretrained(
-    source, quantization_config=OctavoConfig(recipe="blockwise"), dtype=torch.float32
-)
-rows = (torch.randint(8, 16, (80, 1)) + torch.arange(16)) % 32
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("model")
+parser.add_argument("out")
+parser.add_argument("--recipe", default="blockwise")
+parser.add_argument("--steps", type=int, default=20)
+given = parser.parse_args()
+
+config = OctavoConfig(recipe=given.recipe)
+model = AutoModelForCausalLM.from_pretrained(given.model, quantization_config=config, dtype=torch.float32)
+rows = (torch.randint(8, 16, (80, 1), generator=torch.Generator().manual_seed(0)) + torch.arange(16)) % 32
 trainer = Trainer(
     model,
     TrainingArguments(
-        out, max_steps=20, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1, report_to="none"
+        given.out,
+        max_steps=given.steps,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_steps=10,
+        report_to="none",
     ),
     train_dataset=[{"input_ids": row, "labels": row} for row in rows],
     callbacks=[OctavoCallback()],
 )
-trainer.train()
+trainer.train(resume_from_checkpoint=get_last_checkpoint(given.out) if os.path.isdir(given.out) else None)
 trainer.save_model()  # a plain checkpoint: it loads with and without octavo

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +20,10 @@ from octavo.errors import ConfigError
 from octavo.integrations.huggingface import convert
 from octavo.models import char_tokenizer
 from octavo.testing import assert_bitwise
+from tests.ecosystem.launched import finish, kill_a_rank, launch
 from tests.integrations.test_huggingface import FAMILIES
 from tests.integrations.toy_trainer import make_model, make_rows, make_trainer
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 
 pytestmark = pytest.mark.ecosystem
 EXAMPLES = Path(__file__).parents[2] / "examples" / "huggingface"
@@ -51,8 +53,14 @@ def run(*command: object, **environment: str) -> str:
 
 
 def logged(folder: Path, key: str) -> list[float]:
-    (state,) = folder.glob("checkpoint-*/trainer_state.json")
-    return [row[key] for row in json.loads(state.read_text())["log_history"] if key in row]
+    last = max(checkpoints(folder), key=lambda each: int(each.name.removeprefix("checkpoint-")))
+    history = json.loads((last / "trainer_state.json").read_text())["log_history"]
+    return [row[key] for row in history if key in row]
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Those that are whole."""
+    return [state.parent for state in folder.glob("checkpoint-*/trainer_state.json")]
 
 
 @pytest.mark.parametrize(("example", "key"), [("train", "loss"), ("sft", "loss"), ("grpo", "reward")])
@@ -73,6 +81,27 @@ def test_accelerate_launches_two_ranks(toy: Path) -> None:
     losses = [float(words[1]) for words in lines if words[0] == "loss"]
     assert len(losses) == 8 and losses[-1] < losses[0] - 1
     assert {words[2] for words in lines if words[0] == "loss"} == {"DistributedDataParallel"}
+
+
+def test_a_killed_rank_ends_the_run_which_goes_on_from_its_checkpoint(toy: Path, tmp_path: Path) -> None:
+    place = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+
+    def train(folder: Path, steps: int) -> subprocess.Popen[str]:
+        options = ("--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no")
+        options += ("--dynamo_backend", "no", "--main_process_port", str(free_port()))
+        script = (EXAMPLES / "train.py", toy, folder, "--recipe", "delayed", "--steps", str(steps))
+        return launch("-m", "accelerate.commands.launch", *options, *script, **place)
+
+    whole, folder = tmp_path / "whole", tmp_path / "killed"
+    finish(train(whole, 20))
+    kill_a_rank(train(folder, 100_000), lambda: bool(checkpoints(folder)))
+    for unfinished in set(folder.glob("checkpoint-*")) - set(checkpoints(folder)):
+        shutil.rmtree(unfinished)
+    saved = max(int(each.name.removeprefix("checkpoint-")) for each in checkpoints(folder))
+    finish(train(folder, max(20, saved + 10)))
+    resumed, undisturbed = logged(folder, "loss"), logged(whole, "loss")
+    assert len(resumed) == max(20, saved + 10) and len(undisturbed) == 20
+    assert resumed[:20] == undisturbed
 
 
 def prepared(model: Any, kind: str, layer: str) -> tuple[Accelerator, Any, Any]:

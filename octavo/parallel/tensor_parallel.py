@@ -23,8 +23,17 @@ from octavo.nn import (
     SparseMoE,
     plan_fusion,
 )
+from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.cut_embedding import CutEmbedding
-from octavo.nn.cut_linear import ColumnLinear, CutLinear, RowLinear, TensorMode, check_mode
+from octavo.nn.cut_linear import (
+    ColumnLinear,
+    CutLinear,
+    RowLinear,
+    TensorMode,
+    check_group,
+    check_mode,
+    check_recipe,
+)
 from octavo.nn.weights.slices import Slices
 from octavo.ops.adamw import BLOCK
 from octavo.parallel.equal import check_equal
@@ -42,20 +51,22 @@ class CutReport:
     """What parallelize did.
 
     Attributes:
-        mode: "gather" or "reduce".
+        mode: "gather" or "reduce"; None where nothing is cut, on one rank.
         num_cut: linears of which this rank holds a slice.
         num_local_params: parameters that this rank holds.
         num_params: those of the model.
         sequence_parallel: in training each rank has its own tokens between the linears.
     """
 
-    mode: TensorMode
+    mode: TensorMode | None
     num_cut: int
     num_local_params: int
     num_params: int
     sequence_parallel: bool = False
 
     def __str__(self) -> str:
+        if self.mode is None:
+            return "nothing cut: 1 tensor-parallel rank, which holds and computes the whole model"
         promise = "one GPU's bits forward" if self.mode == "gather" else "partial sums are added: not one GPU's bits"
         share = self.num_local_params / max(self.num_params, 1)
         tokens = "; in training each rank has its own tokens between them" if self.sequence_parallel else ""
@@ -86,11 +97,12 @@ def parallelize(
     Returns:
         What was cut. On one rank nothing is.
     Raises:
-        ConfigError: no Decoder; ranks whose parameters differ; it is cut or sharded already; an unknown mode; reduce
-            for an exact model; scales of the KV cache that depend on all heads.
+        ConfigError: no Decoder; no mesh or group; ranks whose parameters differ; it is cut or sharded already; an
+            unknown mode; reduce for an exact model; scales of the KV cache that depend on all heads.
+        RecipeError: gather for a linear with delayed scaling.
         ShapeError: the ranks divide neither heads nor KV heads, or a linear's sizes, or would cut FP8 blocks.
     """
-    group = mesh if isinstance(mesh, TensorGroup) else mesh.tensor_group
+    group = _group_of(mesh)
     if not isinstance(model, Decoder):
         raise ConfigError(
             f"parallelize cuts octavo's Decoders, got {type(model).__name__}; build other models of "
@@ -108,7 +120,7 @@ def parallelize(
         )
     num_params = sum(p.numel() for p in model.parameters())
     if group is None or group.size == 1:
-        return CutReport(mode, 0, num_params, num_params)
+        return CutReport(None, 0, num_params, num_params)
     whole = dict(model.named_parameters())
     check_equal(whole, group.group, model.device)
     blocks = [block for block in model.modules() if isinstance(block, Attention | MLP | GeluMLP)]
@@ -116,6 +128,8 @@ def parallelize(
     if model.lm_head is not None and _is_vocabulary_cut(model.lm_head.weight, model.lm_head.bias, group):
         rows = (_own(model.lm_head.out_features, group, "lm_head"),)
         plans.append((model, "lm_head", model.lm_head, rows, slice(0, model.lm_head.in_features), ColumnLinear))
+    for _, _, linear, *_ in plans:
+        check_recipe(effective_recipe(linear.recipe), mode)
     made = [(*plan[:2], _cut(*plan[2:], group, mode)) for plan in plans]
     for block, name, linear in made:
         setattr(block, name, linear)
@@ -131,6 +145,13 @@ def parallelize(
     plan_fusion(model)
     num_local_params = sum(p.numel() for p in model.parameters())
     return CutReport(mode, len(made), num_local_params, num_params, sequence_parallel)
+
+
+def _group_of(mesh: "Mesh | TensorGroup") -> TensorGroup | None:
+    """The ranks that cut; None of a mesh without them."""
+    from octavo.distributed.mesh import Mesh
+
+    return mesh.tensor_group if isinstance(mesh, Mesh) else check_group(mesh)
 
 
 def _cut_tokens(model: Decoder, shards: TokenShards) -> None:

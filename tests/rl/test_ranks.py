@@ -278,7 +278,9 @@ def test_a_run_on_ranks_has_the_bits_of_one_process(name: str, ranks: tuple[Path
 def test_the_log_says_how_the_sampler_is_cut(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     for found in ranks[1]:
         (line,) = (text for text in found["said"] if "cut among" in text)  # of one of all variants
-        assert line.startswith(f"the sampler is cut among 2 neighbouring ranks (groups: {len(ranks[1]) // 2}): 4 linears")
+        assert line.startswith(
+            f"the sampler is cut among 2 neighbouring ranks (groups: {len(ranks[1]) // 2}): 4 linears"
+        )
         assert "gather: one GPU's bits forward" in line
 
 

@@ -126,11 +126,9 @@ def parallelize(
     blocks = [block for block in model.modules() if isinstance(block, Attention | MLP | GeluMLP)]
     plans = [plan for block in blocks for plan in _plans(block, group, mode)]  # all is checked before anything changes
     if model.lm_head is not None and _is_vocabulary_cut(model.lm_head.weight, model.lm_head.bias, group):
-        rows = (_own(model.lm_head.out_features, group, "lm_head"),)
+        rows = (own_range(model.lm_head.out_features, group, "lm_head"),)
         plans.append((model, "lm_head", model.lm_head, rows, slice(0, model.lm_head.in_features), ColumnLinear))
-    for _, _, linear, *_ in plans:
-        check_recipe(effective_recipe(linear.recipe), mode)
-    made = [(*plan[:2], _cut(*plan[2:], group, mode)) for plan in plans]
+    made = [(*plan[:2], cut_linear(*plan[2:], group, mode)) for plan in plans]
     for block, name, linear in made:
         setattr(block, name, linear)
     if _is_vocabulary_cut(model.embed_tokens.weight, None, group):
@@ -171,19 +169,17 @@ def _plans(
         names, first = ("qkv_proj", "o_proj"), _head_rows(block, group)
     else:
         names = ("gate_up_proj", "down_proj") if isinstance(block, MLP) else ("fc_in", "fc_out")
-        parts = getattr(block, names[0]).parts
-        starts = [sum(parts[:i]) for i in range(len(parts))]
-        first = tuple(_own(part, group, names[0], start) for part, start in zip(parts, starts, strict=True))
+        first = own_ranges(getattr(block, names[0]).parts, group, names[0])
     column, row = (getattr(block, name) for name in names)
-    rows, columns = slice(0, row.out_features), _own(row.in_features, group, names[1])
+    rows, columns = slice(0, row.out_features), own_range(row.in_features, group, names[1])
     if mode == "gather":
-        rows, columns = _own(row.out_features, group, names[1]), slice(0, row.in_features)
+        rows, columns = own_range(row.out_features, group, names[1]), slice(0, row.in_features)
     plans: list[tuple[nn.Module, str, Linear, Ranges, slice, type[CutLinear]]] = [
         (block, names[0], column, first, slice(0, column.in_features), ColumnLinear),
         (block, names[1], row, (rows,), columns, RowLinear),
     ]
     for _, _, linear, ranges, of_columns, _ in plans:
-        _check_blocks(linear, ranges, of_columns)
+        check_plan(linear, ranges, of_columns, mode)
     return plans
 
 
@@ -197,17 +193,23 @@ def _is_vocabulary_cut(weight: torch.Tensor | None, bias: torch.Tensor | None, g
 def _cut_embedding(embedding: nn.Embedding, group: TensorGroup) -> CutEmbedding:
     """An embedding that holds this rank's rows of another one."""
     num_rows, width = embedding.weight.shape
-    slices = Slices((num_rows,), (_own(num_rows, group, "embed_tokens"),), slice(0, width))
+    slices = Slices((num_rows,), (own_range(num_rows, group, "embed_tokens"),), slice(0, width))
     weight = _parameter(embedding.weight, slices.of_values(embedding.weight.detach()))
     return CutEmbedding(weight, slices, group).train(embedding.training)
 
 
-def _own(num: int, group: TensorGroup, what: str, start: int = 0) -> slice:
+def own_range(num: int, group: TensorGroup, what: str, start: int = 0) -> slice:
     """This rank's share of num rows or columns, which begin at start."""
     if num % group.size:
         raise ShapeError(f"{group.size} tensor-parallel ranks do not divide the {num} rows or columns of {what}")
     each = num // group.size
     return slice(start + group.rank * each, start + (group.rank + 1) * each)
+
+
+def own_ranges(parts: tuple[int, ...], group: TensorGroup, what: str) -> Ranges:
+    """This rank's share of each of the parts, which follow each other."""
+    starts = [sum(parts[:i]) for i in range(len(parts))]
+    return tuple(own_range(part, group, what, start) for part, start in zip(parts, starts, strict=True))
 
 
 def _head_rows(attention: Attention, group: TensorGroup) -> Ranges:
@@ -223,14 +225,20 @@ def _head_rows(attention: Attention, group: TensorGroup) -> Ranges:
     kv = slice(first * dim, (first + each) * dim)
     queries, keys = heads * dim, kv_heads * dim
     return (
-        _own(queries, group, "qkv_proj"),
+        own_range(queries, group, "qkv_proj"),
         slice(queries + kv.start, queries + kv.stop),
         slice(queries + keys + kv.start, queries + keys + kv.stop),
     )
 
 
-def _check_blocks(linear: Linear, rows: Ranges, columns: slice) -> None:
-    """Refuse to cut a block of the weight, whose scale one rank alone would then not know."""
+def check_plan(linear: Linear, rows: Ranges, columns: slice, mode: TensorMode) -> None:
+    """Refuse a mode that does not go with the recipe, and to cut a block of the weight: no rank would know its scale.
+
+    Raises:
+        RecipeError: delayed scaling in "gather".
+        ShapeError: naming where the cut would be.
+    """
+    check_recipe(effective_recipe(linear.recipe), mode)
     recipe = linear.recipe
     if recipe is None or recipe.weight is None:
         return
@@ -247,7 +255,7 @@ def _check_blocks(linear: Linear, rows: Ranges, columns: slice) -> None:
                 )
 
 
-def _cut(
+def cut_linear(
     linear: Linear, rows: Ranges, columns: slice, kind: type[CutLinear], group: TensorGroup, mode: TensorMode
 ) -> CutLinear:
     """A linear that holds these rows and columns of another one."""

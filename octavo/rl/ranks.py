@@ -135,8 +135,8 @@ def check_cut(config: RLConfig, mesh: Mesh, model: Decoder) -> str:
     except OctavoError as error:
         recipe = config.rollout_numerics.recipe.name
         raise ConfigError(
-            f"rollout.tensor_parallel_size = {size} cannot cut the sampler, whose recipe is {recipe!r} (rollout.recipe, "
-            f"trainer.recipe where that is empty): {error}"
+            f"rollout.tensor_parallel_size = {size} cannot cut the sampler, whose recipe is {recipe!r} "
+            f"(rollout.recipe, trainer.recipe where that is empty): {error}"
         ) from error
     return f"the sampler is cut among {size} neighbouring ranks (groups: {mesh.world_size // size}): {report}"
 

@@ -52,7 +52,8 @@ _SECTIONS: dict[str, tuple[str, str]] = {
         multi_stage_wake_up full_determinism max_num_batched_tokens max_model_len enable_chunked_prefill
         enable_prefix_caching scheduling_policy disable_log_stats moe_load_balance_metrics_interval
         data_parallel_size expert_parallel_size pipeline_model_parallel_size nnodes n_gpus_per_node
-        disaggregation checkpoint_engine agent.num_workers agent.custom_async_server.name calculate_log_probs log_prob_ trace prometheus profiler multi_turn mtp qat skip_dump_dir
+        disaggregation checkpoint_engine agent.num_workers agent.custom_async_server.name calculate_log_probs
+        log_prob_ trace prometheus profiler multi_turn mtp qat skip_dump_dir
         val_kwargs.top_k val_kwargs.top_p""",
     ),
     MODEL: (

@@ -43,7 +43,9 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
     rank's columns, and gives the whole output on each rank.
 
     Raises:
-        ConfigError, RecipeError, ShapeError: as ColwiseParallel.
+        ConfigError: as ColwiseParallel.
+        RecipeError: the same.
+        ShapeError: the ranks do not divide in_features, or out_features of an exact one, or would cut FP8 blocks.
     """
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:

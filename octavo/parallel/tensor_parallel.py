@@ -106,7 +106,8 @@ def parallelize(
     if not isinstance(model, Decoder):
         raise ConfigError(
             f"parallelize cuts octavo's Decoders, got {type(model).__name__}; build other models of "
-            "octavo.nn.ColumnLinear and RowLinear"
+            "octavo.nn.ColumnLinear and RowLinear, or cut them by torch's parallelize_module with the styles of "
+            "octavo.parallel.styles"
         )
     mode = check_mode(mode or ("gather" if model.numerics.exact else "reduce"))
     if mode == "reduce" and model.numerics.exact:

@@ -1,5 +1,7 @@
 """torch's parallelize_module over octavo's linears: octavo's styles cut them, torch's own refuse them."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +17,16 @@ from octavo.nn import ColumnLinear, RowLinear
 from octavo.numerics.analysis import sqnr
 from octavo.parallel import parallelize
 from octavo.parallel.styles import ColwiseParallel, RowwiseParallel
-from tests.ranks import run_group
+from tests.ranks import run_group, run_ranks
 
 WIDTH, INNER, TOKENS = 256, 512, 24
 CASES = [("tensorwise", False), ("rowwise", False), ("rowwise", True), ("blockwise", False), ("blockwise", True)]
+PAGE = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text(encoding="utf-8")
+BLOCKS = [
+    code
+    for code in re.findall(r"^```python no-run\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    if "ColumnLinear" in code or "ColwiseParallel" in code
+]
 PLAN = {
     "first.up": ColwiseParallel(),
     "second.up": ColwiseParallel(),
@@ -163,6 +171,27 @@ def test_a_plan_with_octavos_styles_cuts_octavos_linears(ranks: list[dict[str, A
         assert of_model["hook"] == 1
         assert of_model["bits"] or not exact
         assert of_model["db"] > 20  # of two blocks in FP8, not of one linear
+
+
+def documented(rank: int) -> list[torch.Tensor]:
+    """What the blocks of docs/distributed.md make on two ranks."""
+    torch.set_num_threads(1)
+    made = []
+    for code in BLOCKS:
+        made.append(space := dict[str, Any]())
+        exec(code, space)
+    one, other = made
+    whole = torch.relu(one["x"] @ one["whole_up"].t()) @ one["whole_down"].t()
+    torch.testing.assert_close(one["out"].detach(), whole)
+    assert isinstance(other["model"][2], RowLinear)
+    other["mesh"].close()
+    return [one["out"].detach(), other["out"].detach()]
+
+
+def test_the_documented_blocks_run_on_two_ranks() -> None:
+    assert len(BLOCKS) == 2
+    first, second = run_ranks(documented, 2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_what_a_style_cannot_do_is_refused(ranks: list[dict[str, Any]]) -> None:

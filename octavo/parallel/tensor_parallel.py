@@ -41,7 +41,7 @@ from octavo.parallel.gather import is_sharded
 from octavo.parallel.replaced import note_replaced
 
 if TYPE_CHECKING:
-    from octavo.distributed.mesh import Mesh
+    from octavo.distributed.mesh import Mesh  # whose library takes a while to import
 
 Ranges = tuple[slice, ...]
 
@@ -148,7 +148,7 @@ def parallelize(
 
 def _group_of(mesh: "Mesh | TensorGroup") -> TensorGroup | None:
     """The ranks that cut; None of a mesh without them."""
-    from octavo.distributed.mesh import Mesh
+    from octavo.distributed.mesh import Mesh  # whose library takes a while to import
 
     return mesh.tensor_group if isinstance(mesh, Mesh) else check_group(mesh)
 

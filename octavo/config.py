@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
@@ -24,11 +24,14 @@ from octavo.errors import ConfigError
 class Config(BaseModel):
     """A frozen set of typed keys; nested sections are fields that are themselves a `Config`.
 
+    Attributes:
+        other_names: other frameworks' name of a key -> the key, for the refusal of an unknown one.
     Raises:
         ConfigError: for an unknown key (naming the nearest known one), a missing one, a value of the wrong type and a
             number that is not finite.
     """
 
+    other_names: ClassVar[Mapping[str, str]] = {}
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
     def __init__(self, **values: Any) -> None:
@@ -210,7 +213,8 @@ def _suggest(cls: type[Config], loc: tuple[int | str, ...]) -> str:
     sections = _sections_at(cls, parents)
     known = sorted({name for section in sections for name in section.model_fields})
     prefix = "".join(f"{parent}." for parent in parents)
-    if near := nearest(unknown, known):
+    other_names = {name: key for section in sections for name, key in section.other_names.items()}
+    if near := other_names.get(unknown) or nearest(unknown, known):
         return f"did you mean {prefix}{near}?"
     if namesakes := [key for key in dict.fromkeys(_dotted_keys(cls)) if key.split(".")[-1] == unknown]:
         below = [key for key in namesakes if key.startswith(prefix)]

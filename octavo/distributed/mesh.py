@@ -8,8 +8,8 @@ import atexit
 import dataclasses
 import datetime
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Self, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,14 @@ class ParallelSection(Config):
             tokens, and for disks, they wait at least 30 minutes.
     """
 
+    other_names: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            ("tensor_model_parallel_size", "tensor_parallel_size", "tensor_parallel", "tp_size", "tp"),
+            "tensor_parallel_degree",
+        ),
+        **dict.fromkeys(("fsdp_size", "data_parallel_size", "dp_shard"), "data_parallel_shard_degree"),
+    }
+
     data_parallel_replicate_degree: PositiveInt = 1
     data_parallel_shard_degree: int = Field(default=-1, ge=-1)
     tensor_parallel_degree: PositiveInt = 1
@@ -92,7 +100,8 @@ class ParallelSection(Config):
         if self.tensor_parallel_degree > 1:
             raise ConfigError(
                 f"parallel.tensor_parallel_degree must be 1, got {self.tensor_parallel_degree}: {command} does not cut "
-                "linears yet; use data_parallel_shard_degree, or octavo.parallel.parallelize in a loop of your own"
+                "the linears that it trains yet; use data_parallel_shard_degree, and rollout.tensor_parallel_size to "
+                "cut the sampler"
             )
 
     def degrees(self, world_size: int) -> tuple[int, int, int]:

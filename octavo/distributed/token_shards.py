@@ -57,7 +57,8 @@ class TokenShards:
     @torch.no_grad()
     def gathered(self, own: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Every rank's rows, apart from autograd: [t, K] -> [num_tokens, K]."""
-        return side_by_side(own, 0, self.group.group)[:num_tokens]
+        rows = side_by_side(own, 0, self.group.group)
+        return rows if len(rows) == num_tokens else rows[:num_tokens]
 
     @torch.no_grad()
     def gather_codes(self, own: QuantizedTensor, dim: int) -> QuantizedTensor:

@@ -403,8 +403,8 @@ def _check_whole(model: nn.Module, recipes: Mapping[str, Recipe | None]) -> None
         if is_taken and hasattr(linear._parameters.get("weight"), "device_mesh"):
             raise ConfigError(
                 f"convert replaces torch.nn.Linear, and {name} is sharded already (its weight is a DTensor); call "
-                "octavo.convert first, then octavo.parallel.shard or fully_shard; octavo.parallel.parallelize cuts "
-                "octavo's linears among ranks in place of parallelize_module"
+                "octavo.convert first, then octavo.parallel.shard or fully_shard, or parallelize_module with the "
+                "styles of octavo.parallel.styles"
             )
 
 

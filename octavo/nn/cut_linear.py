@@ -4,7 +4,7 @@ A ColumnLinear takes what all ranks have alike and makes a rank's own columns; a
 what all ranks have alike. parallel.parallelize puts them into a Decoder.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -73,12 +73,7 @@ class CutLinear(Linear):
             RecipeError: its mode does not go with the recipe, or with exact numerics.
             ConfigError: it is trained, and ranks share rows of it.
         """
-        recipe = effective_recipe(self.recipe)
-        if self.mode == "gather" and recipe.delayed is not None:
-            raise RecipeError(
-                "recipe 'delayed' has one scale for a whole weight, of which this rank sees a slice, so its bits would "
-                "not be one GPU's; use 'blockwise' or 'rowwise', or mode='reduce', which promises no bits"
-            )
+        check_recipe(effective_recipe(self.recipe), self.mode)
         if self.mode == "reduce" and self.exact:
             raise RecipeError(
                 "mode='reduce' adds partial sums of several ranks, so it cannot be exact; use mode='gather' or "
@@ -87,7 +82,8 @@ class CutLinear(Linear):
         if self.repeats_rows and torch.is_grad_enabled() and self.weight is not None and self.weight.requires_grad:
             raise ConfigError(
                 "training with more tensor-parallel ranks than KV heads is not supported yet: ranks share rows of the "
-                "K and V projections; use as many ranks as KV heads or fewer, or torch.no_grad()"
+                "K and V projections; use as many ranks as KV heads or fewer; more may only sample or score, without "
+                "gradients"
             )
 
     def extra_repr(self) -> str:
@@ -112,6 +108,7 @@ class ColumnLinear(CutLinear):
         gather_output: every rank gets all columns, for a linear that no RowLinear follows; with one part alone.
     Raises:
         ShapeError: a part that the ranks do not divide.
+        ConfigError: another mode, or a group that is no TensorGroup.
     """
 
     def __init__(
@@ -127,6 +124,7 @@ class ColumnLinear(CutLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
+        check_group(group)
         own = tuple(divided(part, group, "a part of out_features") for part in parts or (out_features,))
         if gather_output and len(own) > 1:
             raise ShapeError(f"gather_output would put the columns of parts {parts} into another order; use one part")
@@ -203,7 +201,7 @@ class RowLinear(CutLinear):
         bias: "gather" [N / G], "reduce" [N].
     Raises:
         ShapeError: the ranks do not divide K or N.
-        ConfigError: another mode.
+        ConfigError: another mode, or a group that is no TensorGroup.
     """
 
     def __init__(
@@ -217,7 +215,7 @@ class RowLinear(CutLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        num_columns = divided(in_features, group, "in_features")
+        num_columns = divided(in_features, check_group(group), "in_features")
         if check_mode(mode) == "gather":
             super().__init__(
                 in_features, divided(out_features, group, "out_features"), bias, device=device, dtype=dtype
@@ -297,6 +295,35 @@ def divided(num: int, group: TensorGroup, what: str) -> int:
     if num % group.size:
         raise ShapeError(f"{what} must be a multiple of the {group.size} tensor-parallel ranks, got {num}")
     return num // group.size
+
+
+def check_group(group: Any) -> TensorGroup:
+    """Refuse what is no TensorGroup.
+
+    Raises:
+        ConfigError: naming what it is.
+    """
+    if not isinstance(group, TensorGroup):
+        what = "None" if group is None else f"a {type(group).__name__}"
+        raise ConfigError(
+            f"the ranks of a cut must be a TensorGroup, got {what}; give mesh.tensor_group (None where "
+            "tensor_parallel_degree is 1), or octavo.distributed.tensor_group.TensorGroup.of(group) of a process "
+            "group, of() for all ranks"
+        )
+    return group
+
+
+def check_recipe(recipe: Recipe, mode: TensorMode) -> None:
+    """Refuse a recipe whose bits a cut linear could not have.
+
+    Raises:
+        RecipeError: delayed scaling in "gather".
+    """
+    if mode == "gather" and recipe.delayed is not None:
+        raise RecipeError(
+            "recipe 'delayed' has one scale for a whole weight, of which this rank sees a slice, so its bits would "
+            "not be one GPU's; use 'blockwise' or 'rowwise', or mode='reduce', which promises no bits"
+        )
 
 
 def check_mode(mode: TensorMode) -> TensorMode:

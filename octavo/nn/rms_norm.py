@@ -103,7 +103,7 @@ class NormFunction(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])  # [T, K]
         normed = norm_forward(rows, weight, bias=bias, eps=eps, kind=kind, zero_centered_gamma=zero_centered_gamma)
         ctx.save_for_backward(x, weight, normed.mean, normed.rstd)
-        return normed.y.view(x.shape)
+        return normed.y if x.dim() == 2 else normed.y.view(x.shape)  # FSDP2 warns of a unit that returns a view
 
     @staticmethod
     @once_differentiable

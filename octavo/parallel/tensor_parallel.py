@@ -23,8 +23,17 @@ from octavo.nn import (
     SparseMoE,
     plan_fusion,
 )
+from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.cut_embedding import CutEmbedding
-from octavo.nn.cut_linear import ColumnLinear, CutLinear, RowLinear, TensorMode, check_mode
+from octavo.nn.cut_linear import (
+    ColumnLinear,
+    CutLinear,
+    RowLinear,
+    TensorMode,
+    check_group,
+    check_mode,
+    check_recipe,
+)
 from octavo.nn.weights.slices import Slices
 from octavo.ops.adamw import BLOCK
 from octavo.parallel.equal import check_equal
@@ -32,7 +41,7 @@ from octavo.parallel.gather import is_sharded
 from octavo.parallel.replaced import note_replaced
 
 if TYPE_CHECKING:
-    from octavo.distributed.mesh import Mesh
+    from octavo.distributed.mesh import Mesh  # whose library takes a while to import
 
 Ranges = tuple[slice, ...]
 
@@ -42,20 +51,22 @@ class CutReport:
     """What parallelize did.
 
     Attributes:
-        mode: "gather" or "reduce".
+        mode: "gather" or "reduce"; None where nothing is cut, on one rank.
         num_cut: linears of which this rank holds a slice.
         num_local_params: parameters that this rank holds.
         num_params: those of the model.
         sequence_parallel: in training each rank has its own tokens between the linears.
     """
 
-    mode: TensorMode
+    mode: TensorMode | None
     num_cut: int
     num_local_params: int
     num_params: int
     sequence_parallel: bool = False
 
     def __str__(self) -> str:
+        if self.mode is None:
+            return "nothing cut: 1 tensor-parallel rank, which holds and computes the whole model"
         promise = "one GPU's bits forward" if self.mode == "gather" else "partial sums are added: not one GPU's bits"
         share = self.num_local_params / max(self.num_params, 1)
         tokens = "; in training each rank has its own tokens between them" if self.sequence_parallel else ""
@@ -86,15 +97,17 @@ def parallelize(
     Returns:
         What was cut. On one rank nothing is.
     Raises:
-        ConfigError: no Decoder; ranks whose parameters differ; it is cut or sharded already; an unknown mode; reduce
-            for an exact model; scales of the KV cache that depend on all heads.
+        ConfigError: no Decoder; no mesh or group; ranks whose parameters differ; it is cut or sharded already; an
+            unknown mode; reduce for an exact model; scales of the KV cache that depend on all heads.
+        RecipeError: gather for a linear with delayed scaling.
         ShapeError: the ranks divide neither heads nor KV heads, or a linear's sizes, or would cut FP8 blocks.
     """
-    group = mesh if isinstance(mesh, TensorGroup) else mesh.tensor_group
+    group = _group_of(mesh)
     if not isinstance(model, Decoder):
         raise ConfigError(
             f"parallelize cuts octavo's Decoders, got {type(model).__name__}; build other models of "
-            "octavo.nn.ColumnLinear and RowLinear"
+            "octavo.nn.ColumnLinear and RowLinear, or cut them by torch's parallelize_module with the styles of "
+            "octavo.parallel.styles"
         )
     mode = check_mode(mode or ("gather" if model.numerics.exact else "reduce"))
     if mode == "reduce" and model.numerics.exact:
@@ -108,15 +121,15 @@ def parallelize(
         )
     num_params = sum(p.numel() for p in model.parameters())
     if group is None or group.size == 1:
-        return CutReport(mode, 0, num_params, num_params)
+        return CutReport(None, 0, num_params, num_params)
     whole = dict(model.named_parameters())
     check_equal(whole, group.group, model.device)
     blocks = [block for block in model.modules() if isinstance(block, Attention | MLP | GeluMLP)]
     plans = [plan for block in blocks for plan in _plans(block, group, mode)]  # all is checked before anything changes
     if model.lm_head is not None and _is_vocabulary_cut(model.lm_head.weight, model.lm_head.bias, group):
-        rows = (_own(model.lm_head.out_features, group, "lm_head"),)
+        rows = (own_range(model.lm_head.out_features, group, "lm_head"),)
         plans.append((model, "lm_head", model.lm_head, rows, slice(0, model.lm_head.in_features), ColumnLinear))
-    made = [(*plan[:2], _cut(*plan[2:], group, mode)) for plan in plans]
+    made = [(*plan[:2], cut_linear(*plan[2:], group, mode)) for plan in plans]
     for block, name, linear in made:
         setattr(block, name, linear)
     if _is_vocabulary_cut(model.embed_tokens.weight, None, group):
@@ -131,6 +144,13 @@ def parallelize(
     plan_fusion(model)
     num_local_params = sum(p.numel() for p in model.parameters())
     return CutReport(mode, len(made), num_local_params, num_params, sequence_parallel)
+
+
+def _group_of(mesh: "Mesh | TensorGroup") -> TensorGroup | None:
+    """The ranks that cut; None of a mesh without them."""
+    from octavo.distributed.mesh import Mesh  # whose library takes a while to import
+
+    return mesh.tensor_group if isinstance(mesh, Mesh) else check_group(mesh)
 
 
 def _cut_tokens(model: Decoder, shards: TokenShards) -> None:
@@ -150,19 +170,17 @@ def _plans(
         names, first = ("qkv_proj", "o_proj"), _head_rows(block, group)
     else:
         names = ("gate_up_proj", "down_proj") if isinstance(block, MLP) else ("fc_in", "fc_out")
-        parts = getattr(block, names[0]).parts
-        starts = [sum(parts[:i]) for i in range(len(parts))]
-        first = tuple(_own(part, group, names[0], start) for part, start in zip(parts, starts, strict=True))
+        first = own_ranges(getattr(block, names[0]).parts, group, names[0])
     column, row = (getattr(block, name) for name in names)
-    rows, columns = slice(0, row.out_features), _own(row.in_features, group, names[1])
+    rows, columns = slice(0, row.out_features), own_range(row.in_features, group, names[1])
     if mode == "gather":
-        rows, columns = _own(row.out_features, group, names[1]), slice(0, row.in_features)
+        rows, columns = own_range(row.out_features, group, names[1]), slice(0, row.in_features)
     plans: list[tuple[nn.Module, str, Linear, Ranges, slice, type[CutLinear]]] = [
         (block, names[0], column, first, slice(0, column.in_features), ColumnLinear),
         (block, names[1], row, (rows,), columns, RowLinear),
     ]
     for _, _, linear, ranges, of_columns, _ in plans:
-        _check_blocks(linear, ranges, of_columns)
+        check_plan(linear, ranges, of_columns, mode)
     return plans
 
 
@@ -176,17 +194,23 @@ def _is_vocabulary_cut(weight: torch.Tensor | None, bias: torch.Tensor | None, g
 def _cut_embedding(embedding: nn.Embedding, group: TensorGroup) -> CutEmbedding:
     """An embedding that holds this rank's rows of another one."""
     num_rows, width = embedding.weight.shape
-    slices = Slices((num_rows,), (_own(num_rows, group, "embed_tokens"),), slice(0, width))
+    slices = Slices((num_rows,), (own_range(num_rows, group, "embed_tokens"),), slice(0, width))
     weight = _parameter(embedding.weight, slices.of_values(embedding.weight.detach()))
     return CutEmbedding(weight, slices, group).train(embedding.training)
 
 
-def _own(num: int, group: TensorGroup, what: str, start: int = 0) -> slice:
+def own_range(num: int, group: TensorGroup, what: str, start: int = 0) -> slice:
     """This rank's share of num rows or columns, which begin at start."""
     if num % group.size:
         raise ShapeError(f"{group.size} tensor-parallel ranks do not divide the {num} rows or columns of {what}")
     each = num // group.size
     return slice(start + group.rank * each, start + (group.rank + 1) * each)
+
+
+def own_ranges(parts: tuple[int, ...], group: TensorGroup, what: str) -> Ranges:
+    """This rank's share of each of the parts, which follow each other."""
+    starts = [sum(parts[:i]) for i in range(len(parts))]
+    return tuple(own_range(part, group, what, start) for part, start in zip(parts, starts, strict=True))
 
 
 def _head_rows(attention: Attention, group: TensorGroup) -> Ranges:
@@ -202,14 +226,20 @@ def _head_rows(attention: Attention, group: TensorGroup) -> Ranges:
     kv = slice(first * dim, (first + each) * dim)
     queries, keys = heads * dim, kv_heads * dim
     return (
-        _own(queries, group, "qkv_proj"),
+        own_range(queries, group, "qkv_proj"),
         slice(queries + kv.start, queries + kv.stop),
         slice(queries + keys + kv.start, queries + keys + kv.stop),
     )
 
 
-def _check_blocks(linear: Linear, rows: Ranges, columns: slice) -> None:
-    """Refuse to cut a block of the weight, whose scale one rank alone would then not know."""
+def check_plan(linear: Linear, rows: Ranges, columns: slice, mode: TensorMode) -> None:
+    """Refuse a mode that does not go with the recipe, and to cut a block of the weight: no rank would know its scale.
+
+    Raises:
+        RecipeError: delayed scaling in "gather".
+        ShapeError: naming where the cut would be.
+    """
+    check_recipe(effective_recipe(linear.recipe), mode)
     recipe = linear.recipe
     if recipe is None or recipe.weight is None:
         return
@@ -226,7 +256,7 @@ def _check_blocks(linear: Linear, rows: Ranges, columns: slice) -> None:
                 )
 
 
-def _cut(
+def cut_linear(
     linear: Linear, rows: Ranges, columns: slice, kind: type[CutLinear], group: TensorGroup, mode: TensorMode
 ) -> CutLinear:
     """A linear that holds these rows and columns of another one."""

@@ -18,7 +18,7 @@ from octavo.rl.history import StepRow
 from octavo.rl.policy import build_policy, build_tokenizer, mask_padded_ids, warm_policy
 from octavo.rl.progress import RLProgress
 from octavo.rl.prompts import check_known_prompts, draw_heldout, drop_long_prompts, step_limits, with_steps
-from octavo.rl.ranks import check_ranks
+from octavo.rl.ranks import check_cut, check_ranks
 from octavo.rl.tasks import Task
 from octavo.rl.trainer import RLResult, Trainer
 from octavo.run.build import find_device
@@ -117,6 +117,8 @@ def _run(
                 raise ConfigError("run(model=...) needs the model's tokenizer too; pass tokenizer=...")
             if said := mask_padded_ids(config, model, tokenizer):
                 view.say(f"note: {said}")
+            if said := check_cut(config, mesh, model):
+                view.say(said)
             context = model.config.max_position_embeddings
             known = (task, heldout, tokenizer, config.rollout.max_tokens, context)
             all_do(ranks, lambda: check_known_prompts(*known))

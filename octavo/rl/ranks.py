@@ -6,11 +6,11 @@ from typing import Any
 from octavo.distributed.agreement import check_agreement, describe_process
 from octavo.distributed.mesh import Mesh
 from octavo.distributed.tensor_group import TensorGroup
-from octavo.errors import ConfigError, DataError
+from octavo.errors import ConfigError, DataError, OctavoError
 from octavo.models import Decoder
 from octavo.models.tokenizer import Tokenizer
 from octavo.numerics import Numerics
-from octavo.parallel import ShardReport, make_shell, shard
+from octavo.parallel import ShardReport, make_shell, parallelize, shard
 from octavo.rl.config import RLConfig
 from octavo.rl.engines.dealt import DealtEngine
 from octavo.rl.rollout_batch import Rollouts
@@ -114,6 +114,31 @@ def check_ranks(config: RLConfig, mesh: Mesh, heldout: list[str]) -> None:
             f"{given or size} sequences each for {mesh.world_size}: a mini-batch has {size} sequences; "
             + (f"set trainer.micro_batch_sequences to {_listed(fits)}" if fits else _as_many(mesh.world_size))
         )
+
+
+def check_cut(config: RLConfig, mesh: Mesh, model: Decoder) -> str:
+    """Before the warm start: cut the sampler, without its values, as the engine will. All ranks come here.
+
+    Args:
+        model: the policy, whole on each rank.
+    Returns:
+        A line for the log; empty where the sampler is not cut.
+    Raises:
+        ConfigError: the ranks cannot cut it; the cause is parallelize's error.
+    """
+    size = config.rollout.tensor_parallel_size
+    if size == 1:
+        return ""
+    shell = share_weights(make_shell(model), config.rollout_numerics)
+    try:
+        report = parallelize(shell, TensorGroup(None, 0, size))  # the first one's slices, so that all say the same
+    except OctavoError as error:
+        recipe = config.rollout_numerics.recipe.name
+        raise ConfigError(
+            f"rollout.tensor_parallel_size = {size} cannot cut the sampler, whose recipe is {recipe!r} "
+            f"(rollout.recipe, trainer.recipe where that is empty): {error}"
+        ) from error
+    return f"the sampler is cut among {size} neighbouring ranks (groups: {mesh.world_size // size}): {report}"
 
 
 def _num_pieces(size: int, micro_batch: int) -> int:

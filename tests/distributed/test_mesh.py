@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 
+from octavo.config import Config
 from octavo.distributed.agreement import check_agreement, check_versions, describe_process, versions
 from octavo.distributed.mesh import Mesh, ParallelSection
 from octavo.env import torchrun_place
 from octavo.errors import BackendError, ConfigError
+from octavo.rl.config import RLConfig
+from octavo.train.config import TrainConfig
 from tests.ranks import run_ranks
 
 
@@ -34,6 +37,14 @@ def job(rank: int) -> dict[str, Any]:
     found["refusals"].append(str(error.value))
     mesh.close()
     return found
+
+
+@pytest.mark.parametrize("config", [TrainConfig, RLConfig])
+@pytest.mark.parametrize("name", ["tensor_model_parallel_size", "tensor_parallel_size", "tp"])
+def test_other_frameworks_names_lead_to_the_degree(config: type[Config], name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}; did you mean parallel.tensor_parallel_degree\?$"):
+        config(parallel={name: 2})
+    assert set(ParallelSection.other_names.values()) <= set(ParallelSection.model_fields)
 
 
 @pytest.fixture(scope="module")

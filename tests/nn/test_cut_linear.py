@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from octavo.distributed.mesh import Mesh
 from octavo.distributed.tensor_group import TensorGroup
 from octavo.errors import ConfigError, OctavoError, RecipeError, ShapeError
 from octavo.nn import ColumnLinear, Linear, RowLinear
@@ -131,6 +133,9 @@ def refused(group: TensorGroup, x: torch.Tensor) -> list[Any]:
         lambda: RowLinear(IN, OUT, group=group)(x),
         per_tensor,
         exact,
+        lambda: ColumnLinear(IN, OUT, group=Mesh.of_process_group(1, 1, "cpu", group.size)),  # type: ignore[arg-type]
+        lambda: RowLinear(IN, OUT, group=dist.group.WORLD),  # type: ignore[arg-type]
+        lambda: RowLinear(IN, OUT, group=Mesh.single().tensor_group),  # type: ignore[arg-type]
     ]
 
 
@@ -179,6 +184,9 @@ def test_what_has_no_bits_or_no_share_is_refused(ranks: list[dict[str, Any]]) ->
         (ShapeError, "must be this rank's"),
         (RecipeError, "one scale for a whole weight"),
         (RecipeError, "adds partial sums of several ranks, so it cannot be exact"),
+        (ConfigError, "must be a TensorGroup, got a Mesh; give mesh.tensor_group"),
+        (ConfigError, "must be a TensorGroup, got a ProcessGroup"),
+        (ConfigError, "must be a TensorGroup, got None; give mesh.tensor_group (None where tensor_parallel_degree is"),
     ]
     for found in ranks:
         for text, (kind, words) in zip(found["refused"], expected, strict=True):

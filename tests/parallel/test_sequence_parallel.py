@@ -145,6 +145,8 @@ def decoder_job(rank: int, world: int) -> dict[str, Any]:
             context = PackedContext.from_lengths([37], own.numerics, "cpu", own.kv_table)
             quiet = [model(ids(0, 37), context) for model in (one, own)]
         found[f"{family} {recipe} {exact} quiet"] = torch.equal(*quiet)
+    context = PackedContext.from_lengths([36], own.numerics, "cpu", own.kv_table)  # whole rows of every rank
+    found["is_view"] = own(ids(0, 36), context)._base is not None
     found["text"] = str(report)
     found["saved"] = saved_by_norms(world)
     found["recomputed"] = recomputed()
@@ -220,6 +222,10 @@ def test_less_is_kept_for_the_backward(decoders: list[dict[str, Any]]) -> None:
         plain, own = found["saved"]
         assert 80 in plain and own == {80 // len(decoders)}
         assert found["text"].endswith("in training each rank has its own tokens between them")
+
+
+def test_hidden_states_are_no_view_of_which_fsdp2_warns(decoders: list[dict[str, Any]]) -> None:
+    assert not any(found["is_view"] for found in decoders)
 
 
 def test_layers_that_run_again_know_their_tokens(decoders: list[dict[str, Any]]) -> None:

@@ -1,5 +1,6 @@
 """shard on 2 and 4 ranks: gradients and masters of three steps have the bits of one process."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,10 @@ def differences(recipe: str, mesh: Mesh, reduction: str, of_one: dict[str, Any])
 def job(rank: int, file: Path) -> dict[str, Any]:
     mesh, of_one = Mesh.from_config(ParallelSection(), "cpu"), torch.load(file)
     found: dict[str, Any] = {recipe: differences(recipe, mesh, "ordered", of_one) for recipe in RECIPES}
-    found["sum"] = differences("blockwise", mesh, "sum", of_one)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found["sum"] = differences("blockwise", mesh, "sum", of_one)
+    found["warnings"] = [str(each.message) for each in caught]
     found["mean"] = mean_of_plain(mesh)
     model = make("bf16", torch.float32)
     early = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -175,6 +179,10 @@ def test_ordered_gradients_have_the_bits_of_one_process(recipe: str, ranks: list
 def test_a_sum_is_equal_but_for_the_order(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert found["sum"]["relative"] < 1e-6  # fp32 sums of 8 terms
+
+
+def test_no_unit_returns_a_view_of_which_fsdp2_warns(ranks: list[dict[str, Any]]) -> None:
+    assert [text for found in ranks for text in found["warnings"] if "view" in text] == []
 
 
 def test_the_mean_is_that_of_the_losses(ranks: list[dict[str, Any]]) -> None:

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import octavo
 from octavo.distributed import tensor_group
@@ -214,6 +215,9 @@ REFUSED = (
     lambda group: parallelize(torch.nn.Linear(2, 2), group),  # type: ignore[arg-type]
     lambda group: parallelize(make(exact=True), group, mode="reduce"),
     lambda group: parallelize(make(), group, mode="sum"),  # type: ignore[arg-type]
+    lambda _: parallelize(make(), None),  # type: ignore[arg-type]
+    lambda _: parallelize(make(), dist.group.WORLD),  # type: ignore[arg-type]
+    lambda group: parallelize(make(recipe="delayed"), group, mode="gather"),
 )
 REFUSALS = (
     "ConfigError: this SGD was made before the model was sharded or cut",
@@ -224,6 +228,9 @@ REFUSALS = (
     "ConfigError: parallelize cuts octavo's Decoders, got Linear",
     "ConfigError: mode='reduce' is not exact",
     "ConfigError: mode must be one of ('gather', 'reduce')",
+    "ConfigError: the ranks of a cut must be a TensorGroup, got None; give mesh.tensor_group",
+    "ConfigError: the ranks of a cut must be a TensorGroup, got a ProcessGroup",
+    "RecipeError: recipe 'delayed' has one scale for a whole weight",
 )
 
 
@@ -328,6 +335,13 @@ def training_job(rank: int, world: int) -> dict[str, Any]:
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     params = all(torch.equal(a["params"][name], b["params"][name]) for name in a["params"])
     return params and a["losses"] == b["losses"] and a["norms"] == b["norms"]
+
+
+def test_one_rank_cuts_nothing_and_says_so() -> None:
+    model = make()
+    report = parallelize(model, Mesh.single())
+    assert report.mode is None and report.num_cut == 0 and model.tensor_group is None
+    assert str(report) == "nothing cut: 1 tensor-parallel rank, which holds and computes the whole model"
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from octavo.rl.checkpoint import open_store
 from octavo.rl.config import RLConfig
 from octavo.rl.engines import EngineError
 from octavo.rl.history import StepRow
+from octavo.rl.progress import RLProgress
 from octavo.run.metrics import METRICS_FILE, read_metrics
 from octavo.serve import LLM
 from tests.quiet import cores_shared
@@ -94,8 +95,11 @@ def job(rank: int, folder: str, num_ranks: int, names: list[str]) -> dict[str, A
     found: dict[str, Any] = {}
     build = loop.build_policy
     loop.build_policy = lambda *args: warm_apart(rank, *build(*args))  # type: ignore[assignment]
-    for name in names:
-        found[name] = train(name, config_of(Path(folder, name), num_ranks, name, parallel=ORDERED))
+    with pytest.MonkeyPatch.context() as patch:
+        said = found["said"] = []
+        patch.setattr(RLProgress, "say", lambda _, text: said.append(text))
+        for name in names:
+            found[name] = train(name, config_of(Path(folder, name), num_ranks, name, parallel=ORDERED))
     begun = config_of(Path(folder, "begun"), num_ranks, parallel=ORDERED)
     found["resumed"] = train("exact", begun)["rows"]
     found["stopped_by"] = stopped_run(rank, config_of(Path(folder, "stopped"), num_ranks, parallel=ORDERED))
@@ -218,6 +222,11 @@ FAULTS: dict[str, Fault] = {
     "scales": ({"rollout": {"kv_scales": "engine"}}, ConfigError, "rollout.kv_scales = 'engine' is not"),
     "cut": ({"rollout": {"tensor_parallel_size": 2, "keep_weights": False}}, ConfigError, "keep_weights = false with"),
     "cut apart": ({"rollout": {"tensor_parallel_size": 3}}, ConfigError, "must divide the number of ranks, got 3 for"),
+    "blocks": (
+        {"model": CUT | {"head_dim": 32}, "rollout": {"tensor_parallel_size": 2}, "trainer": {"recipe": "blockwise"}},
+        ConfigError,
+        "^rollout.tensor_parallel_size = 2 cannot cut the sampler, .*: 'blockwise' has blocks of 128, and layers.0",
+    ),
     "uneven": ({"trainer": {"micro_batch_sequences": 0}}, ConfigError, "set trainer.micro_batch_sequences to (12|6), "),
 }
 
@@ -228,6 +237,8 @@ def error_of(rank: int, folder: Path, num_ranks: int, name: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         sections = {} if callable(change) else dict(change)
         keywords = change(rank, patch) if callable(change) else {}
+        if not callable(change):
+            patch.setattr(loop, "warm_policy", None)  # a config is refused before
         trainer = {"minibatches": 1, "micro_batch_sequences": 6, "steps": 1, **sections.pop("trainer", {})}
         config = config_of(folder, num_ranks, trainer=trainer, parallel=ORDERED, **sections)
         with pytest.raises(kind) as error:
@@ -262,6 +273,15 @@ def test_a_run_on_ranks_has_the_bits_of_one_process(name: str, ranks: tuple[Path
         assert row["mismatch/logprob_abs_diff_max"] == 0.0
         assert row["engine/sampling_s_max"] >= row["engine/sampling_s_min"] > 0.0
     assert rows[0]["actor/grad_norm"] > 0.5  # so that it was clipped
+
+
+def test_the_log_says_how_the_sampler_is_cut(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    for found in ranks[1]:
+        (line,) = (text for text in found["said"] if "cut among" in text)  # of one of all variants
+        assert line.startswith(
+            f"the sampler is cut among 2 neighbouring ranks (groups: {len(ranks[1]) // 2}): 4 linears"
+        )
+        assert "gather: one GPU's bits forward" in line
 
 
 def test_two_numerics_learn_on_ranks(ranks: tuple[Path, list[dict[str, Any]]]) -> None:

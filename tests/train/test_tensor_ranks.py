@@ -206,6 +206,7 @@ def test_what_cannot_be_cut_is_refused(ranks: list[dict[str, str]]) -> None:
         assert "layers.0.mlp.down_proj.weight" in found["scales"]
         assert found["delayed"].startswith("RecipeError: recipe 'delayed' has one scale for a whole weight")
         assert found["shared rows"].startswith("ConfigError: training with more tensor-parallel ranks than KV heads")
+        assert "no_grad" not in found["shared rows"]  # which no training can take
 
 
 WIDE = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}

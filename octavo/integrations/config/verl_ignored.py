@@ -41,15 +41,19 @@ _SECTIONS: dict[str, tuple[str, str]] = {
         """optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
         use_precision_aware_optimizer""",
     ),
+    f"{ROLLOUT}.tensor_model_parallel_size": (
+        "octavo cuts the sampler among ranks of torchrun where rollout.tensor_parallel_size says so",
+        "",
+    ),
     ROLLOUT: (
-        "octavo's own engine samples, on one GPU, and what is off",
+        "octavo's own engine samples, and what is off",
         """name mode load_format layer_name_map layered_summon skip_tokenizer_init cast_to_rollout_dtype
         gpu_memory_utilization enforce_eager cudagraph_capture_sizes free_cache_engine enable_sleep_mode
         multi_stage_wake_up full_determinism max_num_batched_tokens max_model_len enable_chunked_prefill
         enable_prefix_caching scheduling_policy disable_log_stats moe_load_balance_metrics_interval
-        tensor_model_parallel_size data_parallel_size expert_parallel_size pipeline_model_parallel_size nnodes
-        n_gpus_per_node disaggregation checkpoint_engine agent.num_workers agent.custom_async_server.name
-        calculate_log_probs log_prob_ trace prometheus profiler multi_turn mtp qat skip_dump_dir
+        data_parallel_size expert_parallel_size pipeline_model_parallel_size nnodes n_gpus_per_node
+        disaggregation checkpoint_engine agent.num_workers agent.custom_async_server.name calculate_log_probs
+        log_prob_ trace prometheus profiler multi_turn mtp qat skip_dump_dir
         val_kwargs.top_k val_kwargs.top_p""",
     ),
     MODEL: (

@@ -109,7 +109,7 @@ _ROWS: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     (" ".join(VERIFIERS), "reward_kwargs", _UNSET, _KEYWORDS),
     ("reward_model reward", "reward_kwargs.max_resp_len", _UNSET, "it must be data.max_response_length"),
     # the run
-    ("trainer", "nnodes n_gpus_per_node", (1,), "octavo rl runs on one GPU; give 1, or leave it out"),
+    ("trainer", "nnodes n_gpus_per_node", (1,), "torchrun starts the ranks of octavo rl; give 1, or leave it out"),
     ("trainer", "resume_mode", ("auto",), _RESUME),
     ("trainer", "resume_from_path", _UNSET, _RESUME),
     ("trainer", "val_only", _OFF, _PACE),

@@ -55,6 +55,13 @@ def test_an_ignored_key_changes_nothing_and_is_counted(value: str, ending: str) 
     assert len([note for note in notes if note.startswith("ignored: ")]) < 30  # one for a section, not for a key
 
 
+def test_how_many_gpus_cut_the_sampler_is_octavos_own_key() -> None:
+    config, notes = read(f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.nnodes=2")
+    assert config.rollout.tensor_parallel_size == 1  # verl's default is 2, and one process must run its scripts
+    (note,) = (note for note in notes if "tensor_model_parallel_size" in note)
+    assert note.startswith("ignored: 1 of") and "rollout.tensor_parallel_size" in note
+
+
 def test_a_key_on_which_results_depend_is_taken_at_octavos_values_alone() -> None:
     plain = read()[0]
     for name, (values, _) in REFUSED.items():

@@ -7,7 +7,7 @@ import typer
 
 from bench.demo import run_demo
 from bench.demo.display import Display
-from bench.demo.ranks import run_ranks_demo
+from bench.demo.ranks import NUM_RANKS, run_ranks_demo
 from bench.demo.run import make_directory
 from octavo.errors import ConfigError
 
@@ -24,15 +24,19 @@ def command(
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, data order and sampling.")] = 0,
     ranks: Annotated[
         int,
-        typer.Option(min=0, help="Instead: train and reinforce on so many ranks, each compared with one process."),
+        typer.Option(
+            min=0,
+            help="2, 4 or 8. Instead: train, sample and reinforce on so many ranks, each compared with one process; it "
+            "writes OUT/ranks.json, and --seconds has no meaning.",
+        ),
     ] = 0,
 ) -> None:
     """Train a small model in bf16 and FP8, export, sample and reinforce it; writes OUT/report.html."""
     if not ranks:
         run_demo(seconds, out, seed)
         return
-    if ranks < 2:
-        raise ConfigError(f"--ranks must be at least 2, got {ranks}; leave it out for the demo of one process")
+    if ranks not in NUM_RANKS:
+        raise ConfigError(f"--ranks must be 2, 4 or 8, got {ranks}; leave it out for the demo of one process")
     make_directory(out)
     if not run_ranks_demo(ranks, out.resolve(), seed, Display()):
         raise typer.Exit(1)

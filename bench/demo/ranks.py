@@ -29,6 +29,8 @@ from octavo.serve.tensor_workers import LeadingEngine
 
 _STEPS, _KILL_AFTER, _EVERY = 24, 13, 4
 _LIMIT_S = 300.0
+# of which the micro-batches of training and of RL are multiples, and into which the heads divide
+NUM_RANKS = (2, 4, 8)
 # what tells of time, and of the ranks themselves
 _UNLIKE = ("timing_s/", "perf/", "energy_j/", "engine/", "seconds", "tokens_per_s", "refit/")
 
@@ -97,7 +99,7 @@ kv_cache_dtype = "fp8"
 
 [trainer]
 steps = 3
-micro_batch_sequences = 4
+micro_batch_sequences = 1
 
 [eval]
 every = 3
@@ -131,6 +133,8 @@ class Comparison:
 def run_ranks_demo(num_ranks: int, out: Path, seed: int, display: Display) -> bool:
     """Run it in a folder of the demo's own, print the table and write OUT/ranks.json.
 
+    Args:
+        num_ranks: of NUM_RANKS.
     Returns:
         Whether all is equal.
     Raises:
@@ -151,7 +155,7 @@ def run_ranks_demo(num_ranks: int, out: Path, seed: int, display: Display) -> bo
     _octavo(num_ranks, "rl", out / "rl.toml", out / "rl-ranks")
     found = [*_compare_training(out, num_ranks, num_done), sampled, *_compare_rl(out)]
     seconds = time.monotonic() - began
-    _print(found, num_ranks, seconds, display)
+    _print(found, num_ranks, seconds, out, display)
     rows = [dataclasses.asdict(each) for each in found]
     (out / "ranks.json").write_text(json.dumps({"ranks": num_ranks, "seconds": seconds, "compared": rows}, indent=2))
     return all(each.is_equal for each in found)
@@ -175,9 +179,14 @@ def _octavo(num_ranks: int, command: str, config: Path, folder: Path) -> None:
             check=False,
         )
     if ended.returncode:
-        raise DemoFailedError(
-            f"octavo {command} on {num_ranks} ranks ended with {ended.returncode}: {log.read_text()[-1500:]}"
-        )
+        raise DemoFailedError(f"octavo {command} on {num_ranks} ranks ended with {ended.returncode}: {_reason(log)}")
+
+
+def _reason(log: Path) -> str:
+    """The first error that a command printed, else the end of what it printed."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    errors = [line for line in text.splitlines() if line.startswith("error:")]
+    return f"{errors[0] if errors else text[-1500:]} (all of it: {log})"
 
 
 def _train_and_kill(num_ranks: int, out: Path) -> int:
@@ -192,9 +201,7 @@ def _train_and_kill(num_ranks: int, out: Path) -> int:
             deadline = time.monotonic() + _LIMIT_S
             while len(read_metrics(folder / METRICS_FILE)) < _KILL_AFTER:
                 if job.poll() is not None or time.monotonic() > deadline:
-                    raise DemoFailedError(
-                        f"{num_ranks} ranks did not get to step {_KILL_AFTER}: {log.read_text()[-1500:]}"
-                    )
+                    raise DemoFailedError(f"{num_ranks} ranks did not get to step {_KILL_AFTER}: {_reason(log)}")
                 time.sleep(0.02)
             os.kill(max(_children(job.pid)), signal.SIGKILL)
             job.wait(timeout=_LIMIT_S)
@@ -274,10 +281,11 @@ def _read(path: Path) -> bytes:
     return path.read_bytes() if path.is_file() else b""
 
 
-def _print(found: Sequence[Comparison], num_ranks: int, seconds: float, display: Display) -> None:
+def _print(found: Sequence[Comparison], num_ranks: int, seconds: float, out: Path, display: Display) -> None:
     title = f"one process against {num_ranks} ranks, {seconds:.0f} s"
     table = Table("compared", "of", "equal in every bit", title=title, title_justify="left")
     for each in found:
         table.add_row(each.what, each.detail, "yes" if each.is_equal else "NO", style=None if each.is_equal else "red")
     display.console.print()
     display.console.print(table)
+    display.console.print(f"runs, logs and ranks.json: {out}", soft_wrap=True)

@@ -108,7 +108,8 @@ def test_samples_that_differ_are_seen(cut: list[Sampled], monkeypatch: pytest.Mo
     assert not _compare_samples(Path("model"), 2, 0).is_equal  # nothing was sampled
 
 
-def test_one_rank_is_refused(run_octavo, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    ended = run_octavo("demo", "--ranks", "1", "--out", str(tmp_path))
-    assert ended.code == 2 and "--ranks must be at least 2, got 1" in ended.err
+@pytest.mark.parametrize("num_ranks", ["1", "3"])
+def test_ranks_that_do_not_fit_are_refused(run_octavo, num_ranks: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    ended = run_octavo("demo", "--ranks", num_ranks, "--out", str(tmp_path))
+    assert ended.code == 2 and f"--ranks must be 2, 4 or 8, got {num_ranks}" in ended.err
     assert ConfigError.__name__ not in ended.err

@@ -16,11 +16,8 @@ def add_runs(
     """Rows of a workload that ran once or more: throughput with its spread, everything else of the median run."""
     run = median_run(runs)
     spread = summarize([r.output_tokens_per_s for r in runs])
-    low, high = None, None
-    if len(runs) > 1:  # of two runs the median one is the slower, below what is interpolated between them
-        middle = run.output_tokens_per_s
-        low, high = min(spread.p20_us, middle), max(spread.p80_us, middle)
-    record.add(case, THROUGHPUT, "tokens/s", run.output_tokens_per_s, low, high, peer, peer_value)
+    low, high = (spread.p20_us, spread.p80_us) if len(runs) > 1 else (None, None)
+    record.add(case, THROUGHPUT, "tokens/s", spread.median_us, low, high, peer, peer_value)
     record.add(case, "runs", "runs", len(runs))
     record.add(case, "total throughput", "tokens/s", run.total_tokens_per_s)
     add_latency(record, case, run.ttft_s, run.gaps_s)

@@ -41,7 +41,7 @@ from octavo.parallel.gather import is_sharded
 from octavo.parallel.replaced import note_replaced
 
 if TYPE_CHECKING:
-    from octavo.distributed.mesh import Mesh  # whose library takes a while to import
+    from octavo.distributed.mesh import Mesh
 
 Ranges = tuple[slice, ...]
 

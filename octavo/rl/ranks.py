@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from octavo.distributed.agreement import check_agreement, describe_process
+from octavo.distributed.local_job import future_group
 from octavo.distributed.mesh import Mesh
 from octavo.distributed.tensor_group import TensorGroup
 from octavo.errors import ConfigError, DataError, OctavoError
@@ -131,7 +132,7 @@ def check_cut(config: RLConfig, mesh: Mesh, model: Decoder) -> str:
         return ""
     shell = share_weights(make_shell(model), config.rollout_numerics)
     try:
-        report = parallelize(shell, TensorGroup(None, 0, size))  # the first one's slices, so that all say the same
+        report = parallelize(shell, future_group(0, size))  # the first one's slices, so that all say the same
     except OctavoError as error:
         recipe = config.rollout_numerics.recipe.name
         raise ConfigError(

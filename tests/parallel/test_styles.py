@@ -93,6 +93,11 @@ def job(rank: int, world: int) -> dict[str, Any]:
             "head": type(head).__name__,
             "hook": len(seen),
         }
+    one, cut = (make("rowwise", exact=True).requires_grad_(False) for _ in range(2))
+    octavo.nn.keep_codes_only(cut)
+    torch_styles.parallelize_module(cut, mesh, PLAN)
+    x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(2)).bfloat16()
+    found["codes alone"] = isinstance(cut.first.up, ColumnLinear) and torch.equal(cut(x), one(x))  # type: ignore[union-attr]
     found["refused"] = [refusal(case, mesh) for case in REFUSED]
     return found
 
@@ -171,6 +176,10 @@ def test_a_plan_with_octavos_styles_cuts_octavos_linears(ranks: list[dict[str, A
         assert of_model["hook"] == 1
         assert of_model["bits"] or not exact
         assert of_model["db"] > 20  # of two blocks in FP8, not of one linear
+
+
+def test_a_linear_of_codes_alone_is_cut_too(ranks: list[dict[str, Any]]) -> None:
+    assert all(found["codes alone"] for found in ranks)
 
 
 def documented(rank: int) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from bench.speed.trainers.variants import (
     make_llama,
     make_optimizer,
     optimizer_update,
-    recipe_of_ranks,
+    recipe_of_loops,
     training_step,
 )
 
@@ -44,7 +44,7 @@ def _build(session: TrainersSession, recipe: str, is_sharded: bool) -> Step:
 
     model = make_llama(session)
     if recipe != "bf16":
-        convert(model, recipe_of_ranks(recipe))
+        convert(model, recipe_of_loops(recipe))
     compile_layers(session, model.train())
     ids = session.tokens(2, 8192, model.config.vocab_size, seed=1 + session.mesh.rank)
     if not is_sharded:

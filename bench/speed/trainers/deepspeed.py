@@ -14,7 +14,7 @@ from bench.speed.trainers.variants import (
     compile_layers,
     make_llama,
     make_optimizer,
-    recipe_of_ranks,
+    recipe_of_loops,
     training_step,
 )
 
@@ -49,7 +49,7 @@ def _build(session: TrainersSession, recipe: str, stack: contextlib.ExitStack) -
     if recipe == "bf16":
         initialize = importlib.import_module("deepspeed").initialize  # octavo's asks for a converted model
     else:
-        octavo.convert(model, recipe_of_ranks(recipe))
+        octavo.convert(model, recipe_of_loops(recipe))
     compile_layers(session, model.train())
     engine = initialize(model=model, optimizer=make_optimizer(model), config=settings)[0]
     stack.callback(engine.destroy)

@@ -14,7 +14,7 @@ from bench.speed.trainers.variants import (
     make_llama,
     make_optimizer,
     optimizer_update,
-    recipe_of_ranks,
+    recipe_of_loops,
     training_step,
 )
 
@@ -49,7 +49,7 @@ def _build(session: TrainersSession, recipe: str) -> Step:
     if recipe == "bf16":
         adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     else:
-        octavo.convert(model, recipe_of_ranks(recipe))
+        octavo.convert(model, recipe_of_loops(recipe))
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
         octavo.nn.keep_codes_only(adapted)
     checkpointing = {"use_reentrant": False, "context_fn": octavo.nn.recompute_all}

@@ -187,6 +187,6 @@ def optimizer_update(optimizer: Any) -> Callable[[], None]:
     return update
 
 
-def recipe_of_ranks(name: str) -> Recipe:
-    """As octavo's own loops on several ranks have it: delayed scales are agreed on once a step."""
+def recipe_of_loops(name: str) -> Recipe:
+    """As octavo's own loops have it: delayed scales are made once a step."""
     return get_recipe(name, update_every="step") if name == "delayed" else get_recipe(name)

@@ -6,6 +6,7 @@ import typer
 from rich.console import Console
 
 from octavo.cli.checkpoint_folder import Checkpoint
+from octavo.cli.serve_options import TensorParallelMode, TensorParallelSize
 from octavo.errors import RequestError
 from octavo.serve import LLM, RequestOutput, SamplingParams
 from octavo.serve.engine import EngineStats
@@ -36,6 +37,8 @@ def command(
     ] = "bf16",
     exact: Annotated[bool, typer.Option("--exact", help="Bits that depend on neither batch nor chunking.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one by default.")] = None,
+    tensor_parallel_size: TensorParallelSize = 1,
+    tensor_parallel_mode: TensorParallelMode = None,
     progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
 ) -> None:
     """Generate text from a checkpoint."""
@@ -48,7 +51,7 @@ def command(
         stop=stop,
         n=n,
     )
-    llm = LLM(
+    with LLM(
         model,
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
@@ -57,20 +60,23 @@ def command(
         seed=seed,
         device=device,
         max_num_seqs=min(256, len(prompt) * n),
-    )
-    if llm.tokenizer is None:
-        raise RequestError(f"{model} holds no tokenizer.json, so a text prompt cannot be read; put one beside it")
-    if chat:
-        outputs = llm.chat([[{"role": "user", "content": text}] for text in prompt], params, use_progress=progress)
-    else:
-        outputs = llm.generate(prompt, params, use_progress=progress)
+        tensor_parallel_size=tensor_parallel_size,
+        tensor_parallel_mode=tensor_parallel_mode,  # type: ignore[arg-type]
+    ) as llm:
+        if llm.tokenizer is None:
+            raise RequestError(f"{model} holds no tokenizer.json, so a text prompt cannot be read; put one beside it")
+        if chat:
+            outputs = llm.chat([[{"role": "user", "content": text}] for text in prompt], params, use_progress=progress)
+        else:
+            outputs = llm.generate(prompt, params, use_progress=progress)
+        stats, max_model_len = llm.stats, llm.engine.max_model_len
     console = Console()
     for text, output in zip(prompt, outputs, strict=True):
         for sample in output.outputs:
             console.print(text, style="bold", end="\n" if chat else "", markup=False, highlight=False, soft_wrap=True)
             console.print(sample.text, markup=False, highlight=False, soft_wrap=True)
-    console.print(_summary(llm.stats), style="dim", highlight=False)
-    if note := _cut_short(outputs, max_tokens, llm.engine.max_model_len):
+    console.print(_summary(stats), style="dim", highlight=False)
+    if note := _cut_short(outputs, max_tokens, max_model_len):
         Console(stderr=True).print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 

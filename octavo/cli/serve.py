@@ -17,7 +17,6 @@ from octavo.errors import BackendError, ConfigError, install_extra
 from octavo.models import ModelConfig
 from octavo.models.chat import describe_template
 from octavo.models.checkpoint.dialects import read_config
-from octavo.nn.cut_linear import check_mode
 from octavo.serve import LLM
 from octavo.serve.engine import Engine, EngineConfig, served_batched_tokens
 from octavo.serve.model_choice import as_dtype, check_checkpoint, eos_ids_of_generation
@@ -156,7 +155,7 @@ class Asked:
         """
         as_dtype(self.dtype)
         size, mode = self.tensor_parallel
-        TensorParallel(size, mode and check_mode(mode)).check(chosen_device(self.how["device"]))
+        TensorParallel(size, mode).check(chosen_device(self.how["device"]))
         check_checkpoint(self.model, limits=self.limits, **self.how)
         eos_ids_of_generation(self.model)
         if self.limits.enable_return_routed_experts and not ModelConfig.from_hf(read_config(self.model)).num_experts:

@@ -100,6 +100,8 @@ WeightsDir = Annotated[
 ]
 MaxBucketBytes = Annotated[int, typer.Option(help="Largest body of a request that uploads weights.")]
 UpdateTimeout = Annotated[float, typer.Option(help="Seconds after which a stale weight upload is dropped.")]
-StepTimeout = Annotated[float, typer.Option(help="Age of a step, in s, that makes /health say 503.")]
+StepTimeout = Annotated[
+    float, typer.Option(help="Age of a step, in s, that makes /health say 503 and ends ranks that hang.")
+]
 DrainTimeout = Annotated[float, typer.Option(help="Seconds that requests have to finish after SIGTERM.")]
 AccessLog = Annotated[bool, typer.Option(help="A line of JSON for every request that ended.")]

@@ -13,6 +13,8 @@ from octavo.distributed.torch_private import forget_group_names
 from octavo.errors import ConfigError
 
 _TIMEOUT = datetime.timedelta(seconds=60)
+# at NCCL's end torch ends the process, so what can say why comes first: a server's --step-timeout
+_NCCL_TIMEOUT = datetime.timedelta(seconds=600)
 
 
 def open_store() -> TCPStore:
@@ -24,8 +26,8 @@ def open_store() -> TCPStore:
     if dist.is_initialized():
         raise ConfigError(
             "this process is part of a torch.distributed job already, so it cannot start one; under torchrun, call "
-            "octavo.parallel.parallelize on every rank and make an LLM of the model there; after another "
-            "LLM(tensor_parallel_size=...), which has a process for itself, start a new process"
+            "octavo.parallel.parallelize on every rank and make an LLM of the model there; close another "
+            "LLM(tensor_parallel_size=...) first: llm.close(), or `with LLM(...) as llm`"
         )
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
 
@@ -34,7 +36,8 @@ def join(store: TCPStore, rank: int, size: int, device: torch.device) -> TensorG
     """Become a rank; all of them come here."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=_TIMEOUT, device_id=device)
+        limit = _NCCL_TIMEOUT
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=limit, device_id=device)
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
     return TensorGroup.of()

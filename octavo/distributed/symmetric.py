@@ -167,6 +167,8 @@ def obstacle_to_sharing(group: Any, device: torch.device) -> str | None:
         own = "OCTAVO_FORCE_REFERENCE is set"
     elif "cuda:nccl" not in (backend := dist.get_backend_config(group)):
         own = f"the process group's backend is {backend}, not NCCL"
+    elif _job is not None and _job() is not dist.group.WORLD:
+        own = "a rank shared memory in an earlier job, and torch counts on from there, where new processes begin at 0"
     boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
     place = f"{socket.gethostname()} {boot}", device.index, own
     places = together(group, lambda: place)
@@ -183,6 +185,7 @@ def obstacle_to_sharing(group: Any, device: torch.device) -> str | None:
 
 
 _shared: list[weakref.ref[torch.Tensor]] = []
+_job: weakref.ref[Any] | None = None  # all ranks of that in which this process first shared memory
 
 
 def shared_bytes() -> int:
@@ -214,6 +217,8 @@ def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
 def _meet(group: Any, buffer: torch.Tensor) -> Shared:
     from torch._C._distributed_c10d import _SymmetricMemory
 
+    global _job
+    _job = _job or weakref.ref(dist.group.WORLD)
     handle = _SymmetricMemory.rendezvous(buffer, group.group_name)
     buffers = [handle.get_buffer(rank, buffer.shape, torch.uint8) for rank in range(handle.world_size)]
     if buffers[handle.rank].data_ptr() != buffer.data_ptr():

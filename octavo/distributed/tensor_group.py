@@ -33,7 +33,7 @@ class TensorGroup:
     """The ranks among which every linear of a model is cut.
 
     Attributes:
-        group: torch's process group.
+        group: torch's process group; None where the ranks have not met.
         rank: this one among them.
         size: how many there are.
     """
@@ -45,6 +45,7 @@ class TensorGroup:
     @classmethod
     def of(cls, group: Any = None) -> "TensorGroup":
         """Of a process group; None for all ranks."""
+        group = dist.group.WORLD if group is None else group
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TensorGroup":

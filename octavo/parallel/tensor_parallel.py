@@ -123,7 +123,8 @@ def parallelize(
     if group is None or group.size == 1:
         return CutReport(None, 0, num_params, num_params)
     whole = dict(model.named_parameters())
-    check_equal(whole, group.group, model.device)
+    if group.group is not None:  # else they have not met
+        check_equal(whole, group.group, model.device)
     blocks = [block for block in model.modules() if isinstance(block, Attention | MLP | GeluMLP)]
     plans = [plan for block in blocks for plan in _plans(block, group, mode)]  # all is checked before anything changes
     if model.lm_head is not None and _is_vocabulary_cut(model.lm_head.weight, model.lm_head.bias, group):
@@ -219,7 +220,7 @@ def _head_rows(attention: Attention, group: TensorGroup) -> Ranges:
     if heads % group.size or (kv_heads % group.size and group.size % kv_heads):
         raise ShapeError(
             f"tensor-parallel ranks must divide the heads, and divide the KV heads or be a multiple of them; got "
-            f"{group.size} ranks for {heads} heads and {kv_heads} KV heads"
+            f"{group.size} ranks for {heads} heads and {kv_heads} KV heads: use {_fitting(heads, kv_heads)}"
         )
     each = max(kv_heads // group.size, 1)
     first = group.rank * kv_heads // group.size
@@ -230,6 +231,12 @@ def _head_rows(attention: Attention, group: TensorGroup) -> Ranges:
         slice(queries + kv.start, queries + kv.stop),
         slice(queries + keys + kv.start, queries + keys + kv.stop),
     )
+
+
+def _fitting(heads: int, kv_heads: int) -> str:
+    """The numbers of ranks that the heads allow, in words."""
+    sizes = [n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)]
+    return " or ".join(map(str, sizes))
 
 
 def check_plan(linear: Linear, rows: Ranges, columns: slice, mode: TensorMode) -> None:

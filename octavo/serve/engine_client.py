@@ -51,15 +51,17 @@ class EngineClient:
 
     Args:
         build: makes the engine, in the loop's thread.
-        max_num_waiting: see EngineLoop.
+        max_num_waiting: see EngineLoop; step_timeout_s too.
         observe: is told of every step's deltas, also of those that no client waits for any more.
 
     Attributes:
         loop: the EngineLoop.
     """
 
-    def __init__(self, build: Callable[[], Engine], *, max_num_waiting: int, observe: Observe) -> None:
-        self.loop = EngineLoop(build, self._publish, max_num_waiting=max_num_waiting)
+    def __init__(
+        self, build: Callable[[], Engine], *, max_num_waiting: int, step_timeout_s: float, observe: Observe
+    ) -> None:
+        self.loop = EngineLoop(build, self._publish, max_num_waiting=max_num_waiting, step_timeout_s=step_timeout_s)
         self._observe = observe
         self._streams: dict[RequestState, DeltaStream] = {}
         self._tasks_loop: asyncio.AbstractEventLoop | None = None

@@ -73,7 +73,8 @@ class LLM:
         dtype: of activations and of weights in high precision: "bfloat16", "float32", the torch dtype, or "auto" (the
             model's or checkpoint's own, in which fp16 is bf16).
         tensor_parallel_size: GPUs (on a CPU: processes) among which each linear of a checkpoint is cut; the others are
-            started here and end with this LLM. See docs/distributed.md.
+            started here and end with close(), at the latest with this process. Use `with LLM(...) as llm:`, and see
+            docs/distributed.md.
         tensor_parallel_mode: "gather" or "reduce", as octavo.parallel.parallelize has it; None for gather where exact.
         kv_scales: of an FP8 cache, as octavo.Numerics has it, or "auto" (the model's; per_token_head for a checkpoint).
 
@@ -88,6 +89,8 @@ class LLM:
         BackendError: from loading, and where no memory is left for the cache.
         KeywordError: another keyword; also a TypeError.
     """
+
+    _is_closed = False
 
     @takes_foreign(of_a_request(_REQUEST_FIELDS, "give generate") | ENGINE_NAMES)
     def __init__(
@@ -166,9 +169,28 @@ class LLM:
         self._driver = EngineDriver(self.engine)
         self._has_named_template = False
 
+    def close(self) -> None:
+        """End the other ranks, and let go of model and KV cache; `with LLM(...) as llm:` does it at its end.
+
+        Afterwards every call is a RequestError, and another LLM over several ranks can be made; on GPUs its small
+        messages go by NCCL, with the same bits. Closing twice is fine.
+        """
+        if not self._is_closed:
+            self._is_closed = True
+            self.engine.close()
+            del self.engine, self._driver
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
+            if name in ("engine", "_driver") and self._is_closed:
+                raise RequestError("this LLM is closed; make a new one")
             if name in METHODS:
                 raise AttributeError(f"octavo's LLM has no attribute {name!r}; {METHODS[name]}")
             return object.__getattribute__(self, name)  # which says what is missing, and what has a name like it

@@ -7,6 +7,7 @@ meet inside the model. tensor_worker.py is the other side.
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -26,12 +27,13 @@ from octavo.errors import BackendError, ConfigError, OctavoError, RequestError
 from octavo.models import Decoder
 from octavo.models.device import check_device
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
-from octavo.nn.cut_linear import TensorMode
+from octavo.nn.cut_linear import TensorMode, check_mode
 from octavo.parallel import parallelize
 from octavo.serve.engine import Engine, EngineConfig
 from octavo.serve.engine.request import LostRankError, RequestState
 from octavo.serve.engine.sequence import Sequence
 from octavo.serve.model_choice import load_for_inference
+from octavo.serve.rank_watch import OnLost, RankWatch, how_ended
 from octavo.serve.tensor_updates import LeadingUpdate, UpdateChannel
 from octavo.weights.update import RunningPolicy, WeightUpdate
 
@@ -57,7 +59,7 @@ class TensorParallel:
         mode: parallelize's; None for its default.
 
     Raises:
-        ConfigError: a size below 1, or of more GPUs than there are.
+        ConfigError: a size below 1, or of more GPUs than there are; an unknown mode.
     """
 
     size: int = 1
@@ -65,6 +67,8 @@ class TensorParallel:
 
     def check(self, device: torch.device) -> None:
         """See Raises."""
+        if self.mode is not None:
+            check_mode(self.mode)
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
             raise ConfigError(f"tensor_parallel_size must be an integer of at least 1, got {self.size!r}")
         if self.size > 1 and device.type == "cuda" and torch.cuda.device_count() < self.size:
@@ -90,20 +94,26 @@ class EngineOrder:
     eos_ids: tuple[int, ...]
     parallel: TensorParallel
 
-    def load(self, rank: int) -> tuple[Decoder, Tokenizer | None]:
-        """A rank's slices of the model, and the tokenizer; the ranks need not have met."""
+    def load(self, rank: int, on_cut: Callable[[], None] = lambda: None) -> tuple[Decoder, Tokenizer | None]:
+        """A rank's slices of the model, and the tokenizer; the ranks need not have met.
+
+        Args:
+            on_cut: called when the model is known to go among the ranks, before any of its values is read.
+        """
         quantization, kv_cache_dtype, exact, _, *rest = self.asked
         asked = quantization, kv_cache_dtype, exact, self.device(rank), *rest
-        model = load_for_inference(self.path, *asked, cut=lambda model: self._cut(model, rank))
+
+        def cut(model: Decoder) -> None:
+            report = parallelize(model, local_job.future_group(rank, self.parallel.size), mode=self.parallel.mode)
+            logger.info("%d tensor-parallel ranks: %s", self.parallel.size, report)
+            on_cut()
+
+        model = load_for_inference(self.path, *asked, cut=cut)
         return model, None if self.tokenizer is None else load_tokenizer(self.tokenizer)
 
     def device(self, rank: int) -> torch.device:
         """A rank's own."""
         return rank_device(chosen_device(self.asked[3]), rank)
-
-    def _cut(self, model: Decoder, rank: int) -> None:
-        report = parallelize(model, local_job.future_group(rank, self.parallel.size), mode=self.parallel.mode)
-        logger.info("%d tensor-parallel ranks: %s", self.parallel.size, report)
 
 
 class TensorWorkers:
@@ -113,6 +123,7 @@ class TensorWorkers:
         order: for each of them.
 
     Attributes:
+        watch: of their processes, from join on.
         updates: brings them new weights; after join.
     """
 
@@ -137,6 +148,7 @@ class TensorWorkers:
             self._ends.append(own)
             self._update_ends.append(own_updates)
             self._processes.append(process)
+        self.watch = RankWatch(self._processes, self._is_closing, self._device.type == "cuda")
         ends = [*self._ends, *self._update_ends]
         self._finalizer = weakref.finalize(self, _end, ends, self._processes, self._is_closing)
         try:
@@ -156,7 +168,7 @@ class TensorWorkers:
         for rank, end in enumerate(self._ends, 1):
             while not end.poll(0.2):
                 if (code := self._processes[rank - 1].poll()) is not None:
-                    raise BackendError(f"tensor-parallel rank {rank} {_how(code)} while it loaded the checkpoint")
+                    raise BackendError(f"tensor-parallel rank {rank} {how_ended(code)} while it loaded the checkpoint")
                 if time.monotonic() > deadline:
                     raise BackendError(f"tensor-parallel rank {rank} has not loaded its checkpoint in {LOAD_S:.0f} s")
             kind, text = self._receive(rank, end)
@@ -167,9 +179,7 @@ class TensorWorkers:
         """Let all ranks meet."""
         local_job.join(self._store, 0, self.size, self._device)
         self.updates = UpdateChannel(self._update_ends, local_job.new_host_group(), self.explain)
-        if self._device.type == "cuda":
-            # a kernel that waits for a dead rank's message never ends, and nothing can interrupt it
-            threading.Thread(target=_watch, args=(self._processes, self._is_closing), daemon=True).start()
+        self.watch.start()
 
     def tell(self, *call: Any) -> None:
         """Send a call to all; a rank that is gone is an error.
@@ -190,7 +200,7 @@ class TensorWorkers:
             LostRankError: always.
         """
         self.raise_if_lost(error)
-        raise LostRankError(f"a tensor-parallel rank does not answer, and has not ended: {error}") from error
+        raise self.watch.end_silent(error) from error
 
     def raise_if_lost(self, error: BaseException) -> None:
         """Raise what a failure of rank 0 comes from, where a worker has ended.
@@ -200,12 +210,8 @@ class TensorWorkers:
         """
         deadline = time.monotonic() + 1.0  # a process's end takes its time to be seen
         while time.monotonic() < deadline:
-            for rank, process in enumerate(self._processes, 1):
-                if (code := process.poll()) is not None:
-                    raise LostRankError(
-                        f"tensor-parallel rank {rank} {_how(code)}; all requests ended with it: make a new LLM, or "
-                        "restart the server"
-                    ) from error
+            if (lost := self.watch.find_ended()) is not None:
+                raise lost from error
             time.sleep(0.05)
 
     def close(self) -> None:
@@ -217,7 +223,7 @@ class TensorWorkers:
         try:
             return end.recv()  # type: ignore[no-any-return]
         except (EOFError, ConnectionResetError):  # the latter where it has not read its order
-            return "failed", f"it {_how(self._processes[rank - 1].wait())} while it loaded the checkpoint"
+            return "failed", f"it {how_ended(self._processes[rank - 1].wait())} while it loaded the checkpoint"
 
 
 class LeadingEngine(Engine):
@@ -228,34 +234,52 @@ class LeadingEngine(Engine):
 
     @classmethod
     def start(cls, order: EngineOrder) -> "LeadingEngine":
-        """Start the workers, load each rank's slices of the model, and build the engines.
+        """Load the first rank's slices of the model, start the workers meanwhile, and build the engines.
+
+        Workers start when the model is known to go among them, so that what does not is refused before.
 
         Raises:
             ConfigError: see TensorParallel, parallelize and Engine.
             ShapeError: see parallelize.
             BackendError: a worker has failed.
         """
-        workers = TensorWorkers(order)
+        started: list[TensorWorkers] = []
         try:
-            model, tokenizer = order.load(0)
+            model, tokenizer = order.load(0, lambda: started.append(TensorWorkers(order)))
+            (workers,) = started
             workers.wait_until_loaded()
             workers.join()
             engine = cls(model, tokenizer, order.config, order.eos_ids)
         except BaseException as error:
             try:
-                if isinstance(error, RuntimeError) and not isinstance(error, OctavoError):  # of a collective
-                    workers.raise_if_lost(error)
+                if started and isinstance(error, RuntimeError) and not isinstance(error, OctavoError):
+                    started[0].raise_if_lost(error)  # of a collective
                 raise
             finally:
-                workers.close()
+                for workers in started:
+                    workers.close()
         engine.workers = workers
         return engine
 
+    def watch_ranks(self, on_lost: OnLost, limit_s: float) -> None:
+        self.workers.watch.on_lost = on_lost
+        self.workers.watch.limit_s = None if math.isinf(limit_s) else limit_s
+        if (lost := self.workers.watch.error) is not None:
+            on_lost(lost, False)
+
+    def kill_ranks(self) -> None:
+        self.workers.watch.kill()
+
+    def close(self) -> None:
+        self.model_runner.drop_cache()  # NCCL's communicator waits for the graphs that it is in
+        self.workers.close()
+
     @contextlib.contextmanager
     def _all_ranks(self, *call: Any) -> Any:
-        self.workers.tell(*call)
         try:
-            yield
+            with self.workers.watch.calling(call[0]):
+                self.workers.tell(*call)
+                yield
         except OctavoError:
             raise
         except RuntimeError as error:  # of a collective
@@ -356,19 +380,6 @@ def rank_device(device: torch.device, rank: int) -> torch.device:
 def chosen_device(device: Any) -> torch.device:
     """LLM's `device` as it will be."""
     return check_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def _how(code: int) -> str:
-    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-
-
-def _watch(processes: list["subprocess.Popen[bytes]"], is_closing: threading.Event) -> None:
-    while not is_closing.wait(0.5):
-        for rank, process in enumerate(processes, 1):
-            if (code := process.poll()) is not None and not is_closing.is_set():
-                logger.error("tensor-parallel rank %d %s; this process ends in 10 s", rank, _how(code))
-                if not is_closing.wait(10.0):
-                    os._exit(70)
 
 
 def _end(ends: list[Connection], processes: list["subprocess.Popen[bytes]"], is_closing: threading.Event) -> None:

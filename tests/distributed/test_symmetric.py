@@ -24,6 +24,10 @@ def agreed(rank: int, world: int) -> dict[str, Any]:
     """What this rank finds: over gloo, where one rank fails, where all can, where one has no more memory."""
     found: dict[str, Any] = {"gloo": workspace_of(None, CPU, 1)}
     found["asked again"] = workspace_of(None, CPU, 1)
+    symmetric.dist.get_backend_config = lambda _: "cuda:nccl"  # type: ignore[assignment]
+    for name, job in (("same job", symmetric.dist.group.WORLD), ("earlier job", None)):
+        symmetric._job = (lambda job=job: job) if rank == 0 else None  # type: ignore[misc, assignment]
+        found[name] = symmetric.obstacle_to_sharing(symmetric.dist.group.WORLD, CPU)
     symmetric.obstacle_to_sharing = lambda *_: None  # type: ignore[assignment]
     make, buffers = torch.zeros, []
 
@@ -66,6 +70,8 @@ def test_ranks_agree_on_memory_or_on_why_there_is_none() -> None:
     for found in ranks:
         assert found["gloo"] == found["asked again"] == ranks[0]["gloo"]
         assert found["gloo"].startswith("the process group's backend is cpu:gloo") and "not NCCL" in found["gloo"]
+        assert found["same job"].startswith("each rank must see all GPUs")
+        assert found["earlier job"].startswith("a rank shared memory in an earlier job")
         assert found["_allocate"] == found["_meet"] == "rank 1: RuntimeError: no such memory"
         assert found["kept"] == [True, False, True, True, True]
         assert found["grown by"] == 2

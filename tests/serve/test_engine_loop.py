@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from octavo.serve.engine.loop import EngineLoop
 from octavo.serve.engine.request import (
     BusyError,
     Delta,
+    FailedError,
     LostRankError,
     Phase,
     RequestInput,
@@ -96,6 +98,48 @@ def test_a_rank_that_is_lost_at_an_order_ends_the_engine() -> None:
     with pytest.raises(LostRankError, match="killed by signal 9"):
         loop.run(lose).result(WAIT_S)
     assert loop.join(WAIT_S) and loop.phase is Phase.FAILED
+
+
+def test_given_up_from_another_thread_while_idle() -> None:
+    loop = started(Book())
+    loop.give_up(LostRankError("rank 1 was killed"))
+    assert loop.join(WAIT_S) and loop.phase is Phase.FAILED and str(loop.error) == "rank 1 was killed"
+    for call in (lambda: loop.submit([make_input()]), lambda: loop.run(Engine.reset_prefix_cache), loop.sleep):
+        with pytest.raises(FailedError, match=r"has failed and takes no requests .*: rank 1 was killed"):
+            call()
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_given_up_from_another_thread_within_a_step(is_stuck: bool) -> None:
+    """Every sequence ends once: with the step, or at once where that does not end; its tokens come too late."""
+    book = Book()
+    loop = started(book)
+    entered, go_on = threading.Event(), threading.Event()
+    step = loop.engine.step
+
+    def held() -> Any:
+        entered.set()
+        assert go_on.wait(WAIT_S)
+        return step()
+
+    loop.engine.step = held  # type: ignore[method-assign]
+    requests = loop.submit([make_input(n=2)])
+    assert entered.wait(WAIT_S)
+    requests += loop.submit([make_input()])  # is not admitted yet
+    order = loop.run(Engine.reset_prefix_cache)
+    error = LostRankError("rank 1 was killed")
+    loop.give_up(error)
+    assert loop.phase is Phase.FAILED and not book.ends()
+    if is_stuck:
+        loop.give_up(error, is_stuck=True)
+        assert sum(book.ends().values()) == 3 and loop.num_open == 0
+        with pytest.raises(FailedError):
+            order.result(0)
+    go_on.set()
+    assert loop.join(WAIT_S)
+    assert book.ends() == Counter({(requests[0], 0): 1, (requests[0], 1): 1, (requests[1], 0): 1})
+    assert {delta.finish_reason for _, delta in book.events} == {"error"}
+    assert loop.num_ended["error"] == 3 and loop.num_open == 0 and loop.error is error
 
 
 def test_all_requests_or_none() -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,9 +23,10 @@ from octavo import LLM, SamplingParams, save_model
 from octavo.cli.ranks import torchrun
 from octavo.distributed import agreement, local_job
 from octavo.distributed.tensor_group import TensorGroup
-from octavo.errors import BackendError, ConfigError, RecipeError, ShapeError
+from octavo.errors import BackendError, ConfigError, RecipeError, RequestError, ShapeError
 from octavo.models import Decoder, ModelConfig, load_model
 from octavo.parallel import parallelize
+from octavo.serve import rank_watch
 from octavo.serve.engine.request import LostRankError
 from octavo.serve.tensor_workers import TensorParallel, TensorWorkers
 from tests.conftest import RunOctavo
@@ -49,9 +51,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llm(checkpoint: Path) -> Iterator[LLM]:
-    made = LLM(checkpoint, tensor_parallel_size=2, **FP8, **LIMITS)
-    yield made
-    made.engine.workers.close()  # type: ignore[attr-defined]
+    with LLM(checkpoint, tensor_parallel_size=2, **FP8, **LIMITS) as made:
+        yield made
 
 
 def processes(llm: LLM) -> list["subprocess.Popen[bytes]"]:
@@ -100,6 +101,55 @@ def test_two_ranks_answer_as_one_process(checkpoint: Path, llm: LLM) -> None:
         llm.generate([[1, 2]])
 
 
+def test_a_closed_llm_makes_way_for_the_next(checkpoint: Path) -> None:
+    found = []
+    for _ in range(2):
+        with LLM(checkpoint, tensor_parallel_size=2, **FP8, **LIMITS) as llm:
+            (worker,) = processes(llm)
+            found.append(seeded(llm, [ids(1, 5).tolist()]))
+            if len(found) == 1:
+                with pytest.raises(ConfigError, match=r"part of a torch.distributed job .*llm\.close\(\)"):
+                    LLM(checkpoint, tensor_parallel_size=2, **FP8, **LIMITS)
+        assert worker.poll() is not None
+        llm.close()
+        with pytest.raises(RequestError, match="this LLM is closed; make a new one"):
+            llm.generate([[1, 2]])
+    assert found[0] == found[1]
+
+
+def test_between_calls_too_a_rank_that_ends_is_seen(llm: LLM) -> None:
+    seen: list[tuple[str, bool]] = []
+    llm.engine.watch_ranks(lambda error, is_stuck: seen.append((str(error), is_stuck)), 60.0)
+    processes(llm)[0].kill()
+    deadline = time.monotonic() + 10
+    while not seen and time.monotonic() < deadline:
+        time.sleep(0.02)
+    llm.engine.watch_ranks(lambda error, is_stuck: seen.append((str(error), is_stuck)), 60.0)  # who asks later, too
+    assert len(seen) == 2 and seen[0] == seen[1] and "was killed by signal 9" in seen[0][0] and not seen[0][1]
+    with pytest.raises(LostRankError, match=re.escape(seen[0][0])):
+        llm.generate([[1, 2]])
+
+
+def wait_for_a_dead_rank() -> None:
+    """Stands for a call whose kernel waits for a rank that was killed."""
+    rank_watch._GRACE_S = rank_watch.FLUSH_S = 0.1
+    rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    watch = rank_watch.RankWatch([rank], threading.Event(), is_gpu=True)
+    watch.on_lost = lambda error, is_stuck: print(error, is_stuck, flush=True)
+    watch.start()
+    with watch.calling("step"):
+        rank.kill()
+        time.sleep(60)
+
+
+def test_a_call_on_gpus_that_never_ends_ends_the_process() -> None:
+    code = "from tests.serve.test_tensor_workers import wait_for_a_dead_rank as wait; wait()"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == rank_watch.EXIT_CODE, ended.stderr
+    assert [line.split()[-1] for line in ended.stdout.splitlines()] == ["False", "True"]
+    assert "a kernel waits for that rank for ever" in ended.stderr
+
+
 @pytest.mark.parametrize("when", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_ends_all_requests(llm: LLM, when: str) -> None:
     given = llm.engine.make_input(list(range(9 if when == "decode" else 90)), SamplingParams(max_tokens=400))
@@ -108,7 +158,9 @@ def test_a_rank_that_is_killed_ends_all_requests(llm: LLM, when: str) -> None:
         next(stream)
     processes(llm)[0].send_signal(signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(LostRankError, match="rank 1 was killed by signal 9; all requests ended with it"):
+    with pytest.raises(
+        LostRankError, match=r"rank 1 \(process \d+\) was killed by signal 9; all requests ended with it"
+    ):
         for _ in stream:
             pass
     assert time.monotonic() - began < 10
@@ -133,11 +185,11 @@ def test_a_rank_that_is_killed_as_it_captures_a_graph_ends_all_requests(
     llm = LLM(checkpoint, tensor_parallel_size=2, **FP8, **LIMITS)
     began = time.monotonic()
     for _ in range(2):  # the second one is not captured either
-        with pytest.raises(LostRankError, match="rank 1 was killed by signal 9"):
+        with pytest.raises(LostRankError, match=r"rank 1 \(process \d+\) was killed by signal 9"):
             llm.generate([[1, 2]], SamplingParams(max_tokens=4))
     assert time.monotonic() - began < 10
     assert not llm.engine.has_unfinished and [each.poll() for each in processes(llm)] == [-signal.SIGKILL]
-    llm.engine.workers.close()  # type: ignore[attr-defined]
+    llm.close()
 
 
 @pytest.mark.slow
@@ -159,7 +211,7 @@ def test_a_rank_that_is_killed_at_the_start_is_one_error(
     assert not local_job.dist.is_initialized()
     monkeypatch.undo()
     again = LLM(checkpoint, tensor_parallel_size=2, **FP8, **LIMITS)  # the next one starts
-    again.engine.workers.close()  # type: ignore[attr-defined]
+    again.close()
 
 
 @pytest.mark.slow
@@ -189,14 +241,24 @@ def test_more_ranks_than_gpus_is_one_error(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_all_requests(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a limit of a call, at the end of gloo's own."""
     monkeypatch.setattr(local_job, "_TIMEOUT", local_job._TIMEOUT / 15)
-    llm = LLM(checkpoint, tensor_parallel_size=2, **FP8, **LIMITS)
+    with LLM(checkpoint, tensor_parallel_size=2, **FP8, **LIMITS) as llm:
+        worker = processes(llm)[0]
+        worker.send_signal(signal.SIGSTOP)
+        for _ in range(2):
+            with pytest.raises(LostRankError, match=r"rank 1 \(process \d+\) did not answer: .*imed out"):
+                llm.generate([[1, 2]])
+        assert worker.wait(10) == -signal.SIGKILL
+
+
+def test_a_rank_that_hangs_is_ended_when_a_call_takes_too_long(llm: LLM) -> None:
+    llm.engine.watch_ranks(lambda error, is_stuck: None, 0.5)
     processes(llm)[0].send_signal(signal.SIGSTOP)
-    with pytest.raises(LostRankError, match="a tensor-parallel rank does not answer, and has not ended"):
+    began = time.monotonic()
+    with pytest.raises(LostRankError, match=r"rank 1 \(process \d+\) did not answer at '\w+' within 0.5 s, and was"):
         llm.generate([[1, 2]])
-    worker = processes(llm)[0]
-    llm.engine.workers.close()  # type: ignore[attr-defined]
-    assert worker.poll() is not None
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.slow
@@ -215,14 +277,17 @@ def test_workers_end_with_their_first_rank(checkpoint: Path) -> None:
     assert not Path(f"/proc/{worker}").exists() or "zombie" in Path(f"/proc/{worker}/status").read_text()
 
 
-def test_what_cannot_be_cut_is_one_error(checkpoint: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_cut_is_one_error(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a worker is started."""
+    monkeypatch.setattr(subprocess, "Popen", None)
     other = tmp_path / "odd"
     save_model(Decoder(ModelConfig(**{**vars(make().config), "num_heads": 3, "num_kv_heads": 3}), seed=0), other)
     for given, kind, text in (
-        ({"model": other}, ShapeError, "tensor-parallel ranks must divide the heads"),
+        ({"model": other}, ShapeError, "divide the heads.* got 2 ranks for 3 heads and 3 KV heads: use 1 or 3$"),
         ({"model": make()}, ConfigError, "tensor_parallel_size=2 goes with a checkpoint's path"),
         ({"tensor_parallel_size": 0}, ConfigError, "tensor_parallel_size must be an integer of at least 1"),
         ({"tensor_parallel_mode": "reduce"}, ConfigError, "mode='reduce' is not exact"),
+        ({"tensor_parallel_mode": "columns", "tensor_parallel_size": 1}, ConfigError, "mode must be one of"),
         ({"tokenizer": byte_tokenizer()}, ConfigError, "the tokenizer must be a path"),
         ({"quantization": "tensorwise"}, RecipeError, "exact=True needs activation scales of one token each"),
     ):
@@ -249,7 +314,7 @@ def test_a_checkpoint_of_another_degree(checkpoint: Path, tmp_path: Path, run_oc
     prompts = [ids(1, 5).tolist(), ids(2, 40).tolist()]
     two = LLM(tmp_path / "whole", checkpoint, tensor_parallel_size=2, **FP8, **LIMITS)
     found = seeded(two, prompts)
-    two.engine.workers.close()  # type: ignore[attr-defined]
+    two.close()
     assert found == seeded(LLM(checkpoint, **FP8, **LIMITS), prompts)
     shutil.copy(checkpoint / "config.json", tmp_path / "parts")
     options = ("--port", "0", "--device", "cpu", "--tensor-parallel-size", "2")
@@ -257,6 +322,17 @@ def test_a_checkpoint_of_another_degree(checkpoint: Path, tmp_path: Path, run_oc
     errors = [line for line in ended.err.splitlines() if "rror" in line]
     assert ended.code == 2 and len(errors) == 1, ended.err
     assert "model-rank-0-part-0.safetensors alone is a part without an index: write the whole model" in errors[0]
+
+
+@pytest.mark.slow
+def test_generate_over_two_ranks_has_the_text_of_one(checkpoint: Path, run_octavo: RunOctavo) -> None:
+    options = ("-p", "so it is", "--max-tokens", "12", "--quantization", "fp8", "--exact", "--device", "cpu")
+    texts = []
+    for size in ("1", "2"):
+        ended = run_octavo("generate", checkpoint, *options, "--no-progress", "--tensor-parallel-size", size)
+        assert ended.code == 0, ended.err
+        texts.append(ended.out.rpartition(" tokens in ")[0])
+    assert texts[0] == texts[1] and "so it is" in texts[0]
 
 
 @pytest.mark.slow
@@ -284,7 +360,7 @@ def test_a_server_of_two_ranks(checkpoint: Path) -> None:
         ended: list[str] = []
 
         def stream() -> None:
-            long = body | {"max_tokens": 2000, "stream": True, "ignore_eos": True}
+            long = body | {"max_tokens": 110, "stream": True, "ignore_eos": True}
             with httpx.stream("POST", f"{two.url}/v1/completions", json=long, timeout=30) as answer:
                 ended.extend(answer.iter_lines())
 
@@ -296,11 +372,63 @@ def test_a_server_of_two_ranks(checkpoint: Path) -> None:
             os.kill(worker, signal.SIGKILL)
         reader.join(20)
         assert not reader.is_alive() and any('"error"' in line for line in ended[-6:]), ended[-6:]
-        deadline = time.monotonic() + 20
-        while httpx.get(f"{two.url}/health").status_code == 200 and time.monotonic() < deadline:
-            httpx.post(f"{two.url}/v1/completions", json=body, timeout=30)
         assert httpx.get(f"{two.url}/health").status_code == 503
         assert any("was killed by signal 9" in line for line in two.log)
+
+
+@pytest.mark.slow
+def test_an_idle_server_says_at_once_that_a_rank_has_ended(checkpoint: Path) -> None:
+    with served(str(checkpoint), "--port", "0", "--device", "cpu", "--tensor-parallel-size", "2") as two:
+        two.wait_until_ready()
+        (worker,) = children(two.popen.pid)
+        os.kill(worker, signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while httpx.get(f"{two.url}/health").status_code == 200 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert httpx.get(f"{two.url}/health").status_code == 503
+        ready = httpx.get(f"{two.url}/ready")
+        assert ready.status_code == 503 and "Retry-After" not in ready.headers
+        refused = httpx.post(f"{two.url}/v1/completions", json={"prompt": "a"}, timeout=10)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (503, "engine_failed") and "Retry-After" not in refused.headers
+        assert f"rank 1 (process {worker}) was killed by signal 9" in error["message"]
+        two.popen.send_signal(signal.SIGTERM)
+        code, log = two.end()
+    assert code == 1 and log.count("was killed by signal 9") == 2 and "Traceback" not in log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ended_by", ["step timeout", "second signal"])
+def test_a_server_whose_rank_hangs(checkpoint: Path, ended_by: str) -> None:
+    limit = ("--step-timeout", "2" if ended_by == "step timeout" else "50")
+    with served(str(checkpoint), "--port", "0", "--device", "cpu", "--tensor-parallel-size", "2", *limit) as two:
+        two.wait_until_ready()
+        (worker,) = children(two.popen.pid)
+        os.kill(worker, signal.SIGSTOP)
+        answers: list[httpx.Response] = []
+        body = {"prompt": "so it is", "max_tokens": 8}
+        client = threading.Thread(
+            target=lambda: answers.append(httpx.post(f"{two.url}/v1/completions", json=body, timeout=40))
+        )
+        began = time.monotonic()
+        client.start()
+        if ended_by == "second signal":
+            time.sleep(1.0)
+            for _ in range(2):
+                two.popen.send_signal(signal.SIGTERM)
+                time.sleep(0.5)
+        client.join(40)
+        assert time.monotonic() - began < (10 if ended_by == "step timeout" else 25)
+        assert answers[0].status_code == (500 if ended_by == "step timeout" else 503)
+        if ended_by == "step timeout":
+            text = f"rank 1 (process {worker}) did not answer at 'step' within 2 s, and was ended"
+            assert text in answers[0].json()["error"]["message"]
+            assert httpx.get(f"{two.url}/health").status_code == 503
+            two.popen.send_signal(signal.SIGTERM)
+        else:
+            assert "the server shut down before" in answers[0].json()["error"]["message"]
+        code, log = two.end()
+    assert code == 1 and "Traceback" not in log
 
 
 @pytest.mark.slow

@@ -91,6 +91,15 @@ class Engine:
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished
 
+    def watch_ranks(self, on_lost: Callable[[Any, bool], None], limit_s: float) -> None:
+        """Be told of a lost rank, where others compute with this process: see RankWatch."""
+
+    def kill_ranks(self) -> None:
+        """End the other ranks at once, where there are any, so that a call which waits for them fails."""
+
+    def close(self) -> None:
+        """End the other ranks, where there are any; nothing is asked of the engine after this."""
+
     def make_input(
         self,
         prompt_ids: list[int],

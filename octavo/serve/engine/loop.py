@@ -3,7 +3,9 @@
 Every request that is admitted gets exactly one last delta for each of its sequences, whatever happens.
 """
 
+import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -18,6 +20,7 @@ from octavo.serve.engine.engine import Engine
 from octavo.serve.engine.request import (
     BusyError,
     Delta,
+    FailedError,
     LostRankError,
     Phase,
     RequestInput,
@@ -45,6 +48,7 @@ class EngineLoop:
         build: makes the engine, in the thread.
         publish: takes all deltas of a step at once; called in the thread, must not block.
         max_num_waiting: sequences that may wait beside the max_num_seqs that run.
+        step_timeout_s: age of a step from which on other ranks that compute with this process are ended.
 
     Attributes:
         phase: what it is doing.
@@ -53,14 +57,23 @@ class EngineLoop:
         num_ended: sequences ended, by finish reason.
     """
 
-    def __init__(self, build: Callable[[], Engine], publish: Publish, *, max_num_waiting: int) -> None:
+    def __init__(
+        self,
+        build: Callable[[], Engine],
+        publish: Publish,
+        *,
+        max_num_waiting: int,
+        step_timeout_s: float = math.inf,
+    ) -> None:
         self._build, self._publish, self.max_num_waiting = build, publish, max_num_waiting
+        self._step_timeout_s = step_timeout_s
         self.phase = Phase.STARTING
         self.error: BaseException | None = None
         self.num_admitted = 0
         self.num_ended = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self._driver: EngineDriver | None = None
-        self._lock = threading.Lock()  # over phase and num_open: what is admitted before a drain is finished by it
+        # over phase, num_open and the sequences' ends: what is admitted before a drain is finished by it
+        self._lock = threading.RLock()
         self._num_open = 0
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._requests: dict[EngineSequence, RequestState] = {}  # of sequences that have not ended
@@ -123,13 +136,13 @@ class EngineLoop:
             BusyError: no room.
             RequestError: more than there could ever be room for.
         """
-        self._check_serving()
+        self.check_serving()
         wanted = sum(given.params.n for given in inputs)
         if wanted > self.capacity:
             raise RequestError(f"a request may ask for {self.capacity} sequences at most here, got {wanted}; split it")
         arrived = time.perf_counter()
         with self._lock:
-            self._check_serving()
+            self.check_serving()
             if self._num_open + wanted > self.capacity:
                 raise BusyError(
                     f"{self._num_open} sequences are running or waiting and this request has {wanted}, but there is "
@@ -151,10 +164,9 @@ class EngineLoop:
         Raises:
             UnavailableError: there is no engine, or it takes no more orders.
         """
-        if self.phase in (Phase.STARTING, Phase.STOPPED, Phase.FAILED):
-            raise UnavailableError(f"the server is {self.phase}")
+        self._check_running()
         done: Future[T] = Future()
-        self._inbox.put(partial(_fulfil, done, lambda: action(self.engine)))
+        self._inbox.put(partial(self._fulfil, done, lambda: action(self.engine)))
         return done
 
     def update_weights(self, update: WeightUpdate, running: RunningPolicy = "wait") -> "Future[int]":
@@ -168,15 +180,16 @@ class EngineLoop:
         """
         if running != "wait":
             return self.run(lambda _: self._commit(update, running))
+        self._check_running()
         done: Future[int] = Future()
-        self.run(lambda _: self._await_idle(done, update))
+        self._inbox.put(partial(self._await_idle, done, update))
         return done
 
     def sleep(self) -> "Future[None]":
         """Take no more requests, finish those that were admitted, then give the KV cache's memory back."""
         done: Future[None] = Future()
         with self._lock:
-            self._check_serving()
+            self.check_serving()
             self.phase = Phase.SLEEPING
         self._inbox.put(partial(setattr, self, "_sleeper", done))
         return done
@@ -202,33 +215,79 @@ class EngineLoop:
         """End every unfinished request, with "abort"; soon."""
         self._inbox.put(lambda: self._end_all(self._all_requests(), "abort", None))
 
+    def give_up(self, error: BaseException, is_stuck: bool = False) -> None:
+        """Fail, from any thread: from now on nothing is taken in. Requests end with the step under way.
+
+        Args:
+            is_stuck: that step does not end, so the requests end here and now.
+        """
+        if self._fail(error):
+            self._inbox.put(partial(_raise, error))  # to a thread that waits for messages
+        if is_stuck:
+            self._end_with(error)
+
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait for the thread's end; False if it has not ended by then."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _check_serving(self) -> None:
+    def check_serving(self) -> None:
+        """Whether requests are taken.
+
+        Raises:
+            FailedError: never again.
+            UnavailableError: not now.
+        """
+        self._check_not_failed()
         if self.phase is not Phase.SERVING:
             raise UnavailableError(f"the server is {self.phase} and takes no requests; try again later")
+
+    def _check_running(self) -> None:
+        self._check_not_failed()
+        if self.phase in (Phase.STARTING, Phase.STOPPED):
+            raise UnavailableError(f"the server is {self.phase}")
+
+    def _check_not_failed(self) -> None:
+        if self.phase is Phase.FAILED:
+            raise FailedError(f"the server has failed and takes no requests until it is started again: {self.error}")
 
     def _main(self) -> None:
         try:
             self._driver = driver = EngineDriver(self._build())
+            driver.engine.watch_ranks(self.give_up, self._step_timeout_s)
             with self._lock:
                 self.phase = Phase.SERVING if self.phase is Phase.STARTING else self.phase
             self._serve(driver)
-            self.phase = Phase.STOPPED
-        except BaseException as error:
-            if isinstance(error, OctavoError):  # its text is for users
-                logger.error("the engine failed: %s", error)
-            else:
-                logger.exception("the engine failed")
             with self._lock:
-                self.phase, self.error = Phase.FAILED, error
-            self._take_messages()
+                self.phase = self.phase if self.phase is Phase.FAILED else Phase.STOPPED
+        except BaseException as error:
+            self._fail(error)
+            assert self.error is not None, "it has just been set, or before"
+            self._end_with(self.error)
+
+    def _fail(self, error: BaseException) -> bool:
+        """Be FAILED; False where it is already, or has stopped."""
+        with self._lock:
+            if self.phase in (Phase.FAILED, Phase.STOPPED):
+                return False
+            self.phase, self.error = Phase.FAILED, error
+        if isinstance(error, OctavoError):  # its text is for users
+            logger.error("the engine failed: %s", error)
+        else:
+            logger.error("the engine failed", exc_info=error)
+        return True
+
+    def _end_with(self, error: BaseException) -> None:
+        """Give all that is open its end, once the phase is FAILED."""
+        with self._lock:
+            self._take_messages(is_last=True)
             self._emit(self._last_deltas(self._all_requests(), "error", f"the engine failed: {error}"))
-            if self._waiting_update is not None and self._waiting_update[0].set_running_or_notify_cancel():
-                self._waiting_update[0].set_exception(UnavailableError(f"the engine failed: {error}"))
+            self._held.clear()
+            waiting = [self._sleeper, self._waiting_update and self._waiting_update[0]]
+            self._sleeper = self._waiting_update = None
+        for done in waiting:
+            if done is not None and done.set_running_or_notify_cancel():
+                done.set_exception(FailedError(f"the engine failed: {error}"))
 
     def _serve(self, driver: EngineDriver) -> None:
         engine = driver.engine
@@ -241,7 +300,7 @@ class EngineLoop:
                 self._commit_waiting(*self._waiting_update)
             elif self._sleeper is not None:
                 done, self._sleeper = self._sleeper, None
-                _fulfil(done, engine.sleep)
+                self._fulfil(done, engine.sleep)
             elif is_last:
                 return
             elif self.phase is not Phase.DRAINING and not self._can_prepare(engine):  # its message may be taken already
@@ -251,13 +310,14 @@ class EngineLoop:
         """Whether this idle moment was used to get ready for steps to come; not before the first request."""
         return engine.stats.num_steps > 0 and self._inbox.empty() and engine.prepare_next()
 
-    def _take_messages(self) -> None:
+    def _take_messages(self, is_last: bool = False) -> None:
         while True:
             try:
                 message = self._inbox.get_nowait()
             except queue.Empty:
                 return
-            message()
+            with contextlib.suppress(Exception) if is_last else contextlib.nullcontext():
+                message()
 
     def _step(self, driver: EngineDriver) -> None:
         began = self._busy_since = time.perf_counter()
@@ -279,7 +339,10 @@ class EngineLoop:
 
     def _emit_tokens(self, advanced: Sequence[EngineSequence]) -> None:
         now = time.perf_counter()
-        self._emit([(request := self._requests[seq], delta_of(request, seq, now)) for seq in advanced])
+        deltas = [(request := self._requests[seq], delta_of(request, seq, now)) for seq in advanced]
+        with self._lock:
+            self._check_not_failed()  # else the requests may have had their end from another thread
+            self._emit(deltas)
 
     def _all_requests(self) -> list[RequestState]:
         return [*self._requests.values(), *self._held]
@@ -299,6 +362,9 @@ class EngineLoop:
 
     def _await_idle(self, done: "Future[int]", update: WeightUpdate) -> None:
         """Let an update wait until nothing runs; what is found wrong with it now is said now."""
+        if self.phase is Phase.FAILED:
+            done.set_exception(FailedError(f"the engine failed: {self.error}"))
+            return
         if self._waiting_update is not None:
             done.set_exception(BusyError("another weight update is waiting for running requests; try again later"))
             return
@@ -313,7 +379,7 @@ class EngineLoop:
         """Commit the update that waited, and take in the requests that waited for it."""
         self._waiting_update = None
         try:
-            _fulfil(done, lambda: self.engine.commit_update(update))
+            self._fulfil(done, lambda: self.engine.commit_update(update))
         finally:
             held, self._held = self._held, []
             self._admit(held)
@@ -332,8 +398,8 @@ class EngineLoop:
         lost: LostRankError | None = None
         for request in requests:
             try:
-                if self._driver is None or self.phase is Phase.FAILED:
-                    raise UnavailableError(f"the server is {self.phase}")
+                self._check_not_failed()
+                assert self._driver is not None, "nothing is taken in before there is an engine"
                 self._driver.engine.admit(request, keep_text=True)
             except Exception as error:
                 self._end_all([request], "error", str(error))
@@ -346,12 +412,13 @@ class EngineLoop:
 
     def _end_all(self, requests: Sequence[RequestState], reason: str, message: str | None) -> None:
         """End what is unfinished of these requests without another token."""
-        deltas = self._last_deltas(requests, reason, message)
-        self._held = [request for request in self._held if request not in requests]
-        for request in requests:
-            if request.sequences:
-                self.engine.abort(request)
-        self._emit(deltas)
+        with self._lock:
+            deltas = self._last_deltas(requests, reason, message)
+            self._held = [request for request in self._held if request not in requests]
+            for request in requests:
+                if request.sequences:
+                    self.engine.abort(request)
+            self._emit(deltas)
 
     def _last_deltas(self, requests: Sequence[RequestState], reason: str, message: str | None) -> Deltas:
         now = time.perf_counter()
@@ -367,7 +434,7 @@ class EngineLoop:
         return deltas
 
     def _emit(self, deltas: Deltas) -> None:
-        """Count the sequences that ended, and hand the deltas out."""
+        """Count the sequences that ended, and hand the deltas out; under the lock."""
         ended = [(request, delta) for request, delta in deltas if delta.finish_reason is not None]
         for request, delta in ended:
             assert delta.finish_reason is not None, "it was chosen for that"
@@ -375,10 +442,23 @@ class EngineLoop:
             self.num_ended[delta.finish_reason] += 1
             if request.sequences:
                 self._requests.pop(request.sequences[delta.index])
-        with self._lock:
-            self._num_open -= len(ended)
+        self._num_open -= len(ended)
         if deltas:
             self._publish(deltas)
+
+    def _fulfil(self, done: "Future[Any]", action: Callable[[], Any]) -> None:
+        """Resolve a future, unless it was cancelled, with what the action returns or raises."""
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            self._check_not_failed()
+            result = action()
+        except Exception as error:
+            done.set_exception(error)
+            if isinstance(error, LostWeightsError | LostRankError):
+                raise  # there is nothing left to serve with
+        else:
+            done.set_result(result)
 
     def _wake(self, engine: Engine) -> None:
         if self._sleeper is not None:
@@ -390,15 +470,5 @@ class EngineLoop:
                 self.phase = Phase.SERVING
 
 
-def _fulfil(done: "Future[Any]", action: Callable[[], Any]) -> None:
-    """Resolve a future, unless it was cancelled, with what the action returns or raises."""
-    if not done.set_running_or_notify_cancel():
-        return
-    try:
-        result = action()
-    except Exception as error:
-        done.set_exception(error)
-        if isinstance(error, LostWeightsError | LostRankError):
-            raise  # there is nothing left to serve with
-    else:
-        done.set_result(result)
+def _raise(error: BaseException) -> None:
+    raise error

@@ -22,6 +22,10 @@ class UnavailableError(BackendError):
     """The engine takes no requests: it starts, sleeps, drains, or has failed."""
 
 
+class FailedError(UnavailableError):
+    """The engine has failed, and takes no requests again."""
+
+
 class Phase(enum.StrEnum):
     """What an EngineLoop is doing; requests are taken while it is SERVING alone."""
 

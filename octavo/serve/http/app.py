@@ -39,7 +39,12 @@ def build_app(build_engine: Callable[[], Engine], config: ServerConfig) -> FastA
         The app; app.state.service is its Service.
     """
     metrics = Metrics(config.model_names[0])
-    engine = EngineClient(build_engine, max_num_waiting=config.max_num_waiting, observe=metrics.observe)
+    engine = EngineClient(
+        build_engine,
+        max_num_waiting=config.max_num_waiting,
+        step_timeout_s=config.step_timeout_s,
+        observe=metrics.observe,
+    )
     metrics.watch(engine.loop)
     texts = Texts(lambda: engine.loop.engine.tokenizer)
     schemas = SchemaTrials(config, lambda: engine.loop.engine.grammars)

@@ -43,7 +43,8 @@ class ServerConfig:
         max_schema_bytes: of a JSON schema, as json.dumps writes it.
         schema_timeout_s: time that a new schema may take to compile.
         max_schema_memory_bytes: address space of the process in which it is tried.
-        step_timeout_s: age of a step from which on the server calls itself unhealthy.
+        step_timeout_s: age of a step from which on the server calls itself unhealthy, and ends tensor-parallel ranks
+            that it waits for.
         head_timeout_s: time that a client may take to send its request's head.
         body_timeout_s: time that it may take to send the body.
         write_timeout_s: time for which a client may read nothing of its answer.

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import uvicorn
@@ -16,7 +17,7 @@ from fastapi import FastAPI
 from octavo.errors import ConfigError
 from octavo.serve.engine import Engine
 from octavo.serve.engine.loop import EngineLoop
-from octavo.serve.engine.request import Phase
+from octavo.serve.engine.request import Phase, UnavailableError
 from octavo.serve.http.app import JOIN_S, build_app
 from octavo.serve.http.config import ServerConfig
 from octavo.serve.http.connections import protocol_of
@@ -28,6 +29,7 @@ FLUSH_S = 10
 SWITCH_S = 0.001
 # objects made until the garbage collector looks at them: a large step's deltas are gone by then
 GC_THRESHOLD = 10_000
+_TICK_S = 0.02
 
 logger = logging.getLogger(__name__)
 
@@ -188,6 +190,7 @@ class DrainingServer(StoppableServer):
         self._ends_with_engine = ends_with_engine
         self._loop, self._drain_timeout_s, self._on_drain = loop, drain_timeout_s, on_drain
         self._drain: asyncio.Task[None] | None = None
+        self._is_hurried = False
 
     def stop(self) -> None:
         """Drain, then end; called a second time, end what is unfinished. From the event loop's thread."""
@@ -196,22 +199,36 @@ class DrainingServer(StoppableServer):
             self._drain = asyncio.get_running_loop().create_task(self._finish())
         else:
             self.was_cut_short |= self._loop.num_open > 0
-            self._loop.abort_all()
+            self._is_hurried = True
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to end: also if there will never be an engine."""
-        is_over = self._loop.phase is Phase.FAILED and (self._ends_with_engine or not self._loop.is_built)
+        has_failed = self._loop.phase is Phase.FAILED and not self._loop.num_open
+        is_over = has_failed and (self._ends_with_engine or not self._loop.is_built)
         return await super().on_tick(counter) or is_over
 
     async def _finish(self) -> None:
         self._loop.drain()
         self._on_drain()
-        if self._loop.is_built and not await asyncio.to_thread(self._loop.join, self._drain_timeout_s):
-            logger.warning("%d sequences are not finished in time and are ended", self._loop.num_open)
-            self.was_cut_short = True
+        if self._loop.is_built and not await self._has_ended(self._drain_timeout_s):
+            if not self._is_hurried:
+                logger.warning("%d sequences are not finished in time and are ended", self._loop.num_open)
+                self.was_cut_short = True
             self._loop.abort_all()
-            await asyncio.to_thread(self._loop.join, JOIN_S)
+            if not await asyncio.to_thread(self._loop.join, JOIN_S):
+                self._loop.give_up(UnavailableError("the server ends, and a step does not"), is_stuck=True)
+                self._loop.engine.kill_ranks()  # a step that waits for them fails then
+                await asyncio.to_thread(self._loop.join, JOIN_S)
         self.should_exit = True
+
+    async def _has_ended(self, limit_s: float) -> bool:
+        """Wait for the engine's thread; False where it has not ended in time, or another signal came."""
+        deadline = time.monotonic() + limit_s
+        while not self._loop.join(0):
+            if self._is_hurried or time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(_TICK_S)
+        return True
 
 
 def _close_the_books(loop: EngineLoop, was_cut_short: bool) -> int:

@@ -56,6 +56,7 @@ class Service:
         Raises:
             UnavailableError: it takes none.
         """
+        self.engine.loop.check_serving()
         if not self.is_ready:
             raise UnavailableError(f"the server is {self.state} and takes no requests; try again later")
         return self.engine.loop.engine

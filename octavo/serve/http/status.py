@@ -7,6 +7,7 @@ from fastapi import APIRouter, Depends
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from octavo import __version__
+from octavo.serve.engine.request import Phase
 from octavo.serve.http.errors import UNAVAILABLE_RETRY_S, ApiError
 from octavo.serve.http.metrics import CONTENT_TYPE
 from octavo.serve.http.service import Service, ServiceOf, require_api_key
@@ -35,7 +36,8 @@ async def health(service: ServiceOf) -> JSONResponse:
 @router.get("/ready")
 async def ready(service: ServiceOf) -> JSONResponse:
     """200 while it takes requests."""
-    retry = {} if service.is_ready else {"Retry-After": str(UNAVAILABLE_RETRY_S)}
+    has_failed = service.engine.loop.phase is Phase.FAILED
+    retry = {} if service.is_ready or has_failed else {"Retry-After": str(UNAVAILABLE_RETRY_S)}
     return JSONResponse({"status": service.state}, 200 if service.is_ready else 503, headers=retry)
 
 

@@ -18,7 +18,7 @@ from octavo.serve.router.admin import Admin
 from octavo.serve.router.admin_routes import add_admin_routes
 from octavo.serve.router.fleet import Fleet
 from octavo.serve.router.metrics import RouterMetrics
-from octavo.serve.router.proxy import Proxy
+from octavo.serve.router.proxy import REPLICA_LOST, Proxy
 
 
 def build_router_app(fleet: Fleet, config: ServerConfig) -> FastAPI:
@@ -40,7 +40,8 @@ def build_router_app(fleet: Fleet, config: ServerConfig) -> FastAPI:
         if isinstance(error, ClientDisconnect):
             return Response(status_code=CLIENT_GONE)
         refusal = as_api_error(error)
-        metrics.refused[refusal.status] += 1
+        if refusal.code != REPLICA_LOST:  # which has a counter of its own
+            metrics.refused[refusal.status] += 1
         return JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)

@@ -29,6 +29,8 @@ _OF_A_CONNECTION = frozenset(
 _OF_A_REQUEST = frozenset((b"content-length", b"x-forwarded-for", b"x-forwarded-proto"))
 # other routes have no body, and what is sent to them is not read
 _WITH_BODY = frozenset(("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"))
+# the code of a request that was not refused: it was lost with its replica
+REPLICA_LOST = "replica_lost"
 _EVENT_END = b"\n\n"
 
 logger = logging.getLogger(__name__)
@@ -149,4 +151,4 @@ def _lost(replica: Replica, error: LostReplicaError) -> ApiError:
     replica.num_failures += 1
     logger.error("replica %d was lost at a request: %s", replica.index, error)
     text = f"replica {replica.index} ended while it worked on this request; send it again"
-    return ApiError(502, text, code="replica_lost", headers={"Retry-After": str(BUSY_RETRY_S)})
+    return ApiError(502, text, code=REPLICA_LOST, headers={"Retry-After": str(BUSY_RETRY_S)})

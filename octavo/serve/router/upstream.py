@@ -85,10 +85,15 @@ class Exchange:
             yield bytes(event.data)
 
     async def _next_event(self) -> object:
+        data = None
         try:
             while (event := self._connection.next_event()) is h11.NEED_DATA:
-                self._connection.receive_data(await self._reader.read(_PART_BYTES))
-        except (h11.RemoteProtocolError, OSError) as error:
+                data = await self._reader.read(_PART_BYTES)
+                self._connection.receive_data(data)
+        except h11.RemoteProtocolError as error:
+            what = "it ended the connection within its answer" if data == b"" else f"its answer is no HTTP: {error}"
+            raise LostReplicaError(what) from error
+        except OSError as error:
             raise LostReplicaError(str(error)) from error
         return event
 

@@ -125,11 +125,16 @@ def test_a_stream_that_is_lost_ends_with_an_error_event(sent: list[bytes], passe
 
 
 @pytest.mark.parametrize(
-    "answer",
-    [raw(), raw(b"SSH-2.0-x\r\n"), raw(b"HTTP/1.1 200 OK\r\n"), raw(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n")],
+    ("answer", "why"),
+    [
+        (raw(), "it ended the connection"),
+        (raw(b"SSH-2.0-x\r\n\r\n"), "its answer is no HTTP"),
+        (raw(b"HTTP/1.1 200 OK\r\n"), "it ended the connection within its answer"),
+        (raw(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n"), "it ended the connection within its answer"),
+    ],
     ids=["nothing", "no HTTP", "half a head", "a head"],
 )
-def test_an_answer_that_is_lost_is_a_502(answer: Answer) -> None:
+def test_an_answer_that_is_lost_is_a_502(answer: Answer, why: str, caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with fleet_of(answer, whole(200, {})) as fleet:
             fleet.replicas[1].load = 1.0
@@ -140,6 +145,11 @@ def test_an_answer_that_is_lost_is_a_502(answer: Answer) -> None:
                 1
             ] == 0  # it may have begun, so no other one does it
             assert fleet.replicas[0].num_failures == 1
+            assert f"replica 0 was lost at a request: {why}" in caplog.text
+            fleet.replicas[0].state = "ended"
+            lines = (await Client(fleet).answer("GET", "/metrics"))[2].decode().splitlines()
+            assert 'octavo:router_requests_lost_total{worker="0"} 1.0' in lines
+            assert not any(line.startswith("octavo:router_requests_refused_total{") for line in lines)
 
     run(test())
 

@@ -174,6 +174,29 @@ def _scaled_mm(
     return F.scaled_mm(a_codes, b_codes, scale_a, layout.a_recipe, scale_b, layout.b_recipe, **options)  # type: ignore[arg-type]
 
 
+def is_plain(
+    a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, out_dtype: torch.dtype, exact: bool, _: bool
+) -> bool:
+    """Whether a traced product is one call of the library, on the operands as they are: see plain_mm."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # a compiler has loaded it
+
+    if exact or not a.qdata.is_cuda or env.force_reference() or out_dtype != torch.bfloat16:
+        return False
+    are_whole = a.scaling.kind == b.scaling.kind == "per_tensor"
+    are_e5m2 = a.scaling.dtype == b.scaling.dtype == torch.float8_e5m2
+    sizes = (*a.qdata.shape, *b.qdata.shape)
+    fits = [statically_known_true(size % 16 == 0) and statically_known_true(size > 0) for size in sizes]
+    return are_whole and not are_e5m2 and all(fits) and (bias is None or bias.dtype == torch.bfloat16)
+
+
+def plain_mm(
+    a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, out_dtype: torch.dtype, _: bool, fast_accum: bool
+) -> torch.Tensor:
+    """scaled_mm_cuda of such operands, with the same bits, for a compiler: code that it makes calls an op of torch in
+    less time than one of octavo's."""
+    return torch._scaled_mm(a.qdata, b.qdata.t(), a.scale, b.scale, bias, None, out_dtype, fast_accum)
+
+
 def _adds_bias(bias: torch.Tensor, layout: GemmLayout) -> bool:
     """Whether the library's epilogue takes this bias: bf16, as long as the product is wide."""
     return bias.dtype == torch.bfloat16 and not layout.b_pad[0]

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -18,6 +17,9 @@ from octavo.nn.conversion import DEFAULT_IGNORE
 from octavo.numerics.recipe import Recipe, get_recipe
 
 try:
+    from nemo_automodel.components.distributed.activation_checkpointing import is_selective_activation_checkpointing
+    from nemo_automodel.components.distributed.config import MegatronFSDPConfig
+    from nemo_automodel.components.distributed.parallelizer import ModelParallelizer
     from nemo_automodel.components.models.common.hf_checkpointing_mixin import HFCheckpointingMixin
 except ImportError:
     require("nemo", "nemo-automodel")  # says which version is needed
@@ -69,22 +71,84 @@ class NemoQuantizer:
         refuse_other_fp8(model)
         _refuse_lora(model)
         _logger.info("octavo's FP8:\n%s", octavo.nn.convert(model, self._recipe, **self._options))
-        if hasattr(model, "initialize_weights"):
-            _initialize_as_torch(model)
+        model.__class__ = _converted(type(model))
         if linears_with_state(model):
-            _keep_state(model, self._needs_state)
+            model.__class__ = _with_state(type(model), self._needs_state)
         return model
 
 
-def _initialize_as_torch(model: Any) -> None:
-    """NeMo makes the weights of a model on the meta device later, and those of torch's linears alone."""
-    initialize = model.initialize_weights
+def _converted(kind: Any) -> type[nn.Module]:
+    """A model's class, whose weights are made and which is sharded with octavo in mind."""
 
-    def initialize_weights(*args: Any, **options: Any) -> Any:
-        with _torch_linears(model):
-            return initialize(*args, **options)
+    class Converted(kind):  # type: ignore[misc]
+        parallelizer = _CheckedParallelizer(getattr(kind, "parallelizer", None) or ModelParallelizer())
 
-    model.initialize_weights = initialize_weights
+        if hasattr(kind, "initialize_weights"):
+
+            def initialize_weights(self, *args: Any, **options: Any) -> Any:
+                """NeMo calls it when the model has left the meta device; it knows torch's linears alone."""
+                with _torch_linears(self):
+                    return super().initialize_weights(*args, **options)
+
+    return _named_as(kind, Converted)
+
+
+def _with_state(kind: Any, is_needed: bool) -> type[nn.Module]:
+    """The class of a model with delayed scaling: NeMo's recipes save and load their model by these methods."""
+    if not issubclass(kind, HFCheckpointingMixin):
+        raise ConfigError(
+            f"delayed scaling has state, and NeMo saves a {kind.__name__} without asking it; build the model by "
+            "NeMoAutoModelForCausalLM, or take a recipe without state"
+        )
+
+    class WithState(kind):  # type: ignore[misc]
+        def save_pretrained(self, save_directory: str, checkpointer: Any = None, **options: Any) -> None:
+            super().save_pretrained(save_directory, checkpointer=checkpointer, **options)
+            checkpointer.save_distributed_state(FP8PartsState([self]), _STATE, save_directory)
+
+        def load_pretrained(self, folder: str, checkpointer: Any) -> None:
+            if hasattr(kind, "load_pretrained"):
+                super().load_pretrained(folder, checkpointer=checkpointer)
+            else:
+                checkpointer.load_model(self, str(Path(folder, "model")))
+            if Path(folder, _STATE).is_dir():
+                checkpointer.load_distributed_state(FP8PartsState([self]), _STATE, folder)
+            elif is_needed:
+                raise CheckpointError(
+                    f"{folder} has no state of delayed scaling; resume from a checkpoint that was saved with "
+                    "NemoQuantizer, or give it fp8_state=False to begin with empty amax histories"
+                )
+
+    return _named_as(kind, WithState)
+
+
+def _named_as(kind: type, made: Any) -> type[nn.Module]:
+    """NeMo and transformers know a class by its name and module."""
+    made.__name__, made.__qualname__, made.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+    return made  # type: ignore[no-any-return]
+
+
+class _CheckedParallelizer:
+    """A model's own, but for what octavo's linears do not take."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def parallelize(self, model: nn.Module, mesh: Any, /) -> Any:
+        refused = {
+            f"tp_size={mesh.tp_size}, which cuts torch.nn.Linear alone": mesh.tp_size > 1,
+            f"pp_size={mesh.pp_size}, which copies the model": mesh.pp_size > 1,
+            "Megatron-FSDP, which keeps weights in buffers of its own": isinstance(
+                mesh.strategy_config, MegatronFSDPConfig
+            ),
+            "selective activation checkpointing, whose order of ops octavo's codes change; full works": (
+                is_selective_activation_checkpointing(mesh.activation_checkpointing)
+            ),
+        }
+        for what, is_on in refused.items():
+            if is_on:
+                raise ConfigError(f"octavo's linears run under NeMo's FSDP2 and DDP, got {what}; turn that off")
+        return self._own.parallelize(model, mesh)
 
 
 @contextmanager
@@ -106,33 +170,6 @@ def _torch_linears(model: nn.Module) -> Iterator[None]:
     finally:
         for parent, name, linear in places:
             parent.register_module(name, linear)
-
-
-def _keep_state(model: Any, is_needed: bool) -> None:
-    """NeMo's recipes save a model by its save_pretrained, and load it by its load_pretrained where it has one."""
-    if not isinstance(model, HFCheckpointingMixin):
-        raise ConfigError(
-            f"delayed scaling has state, and NeMo saves a {type(model).__name__} without asking the model; build it by "
-            "NeMoAutoModelForCausalLM, or take a recipe without state"
-        )
-    save = type(model).save_pretrained
-
-    def save_pretrained(self: nn.Module, save_directory: str, checkpointer: Any = None, **options: Any) -> None:
-        save(self, save_directory, checkpointer=checkpointer, **options)
-        checkpointer.save_distributed_state(FP8PartsState([self]), _STATE, save_directory)
-
-    def load_pretrained(self: nn.Module, folder: str, checkpointer: Any) -> None:
-        checkpointer.load_model(self, str(Path(folder, "model")))
-        if Path(folder, _STATE).is_dir():
-            checkpointer.load_distributed_state(FP8PartsState([self]), _STATE, folder)
-        elif is_needed:
-            raise CheckpointError(
-                f"{folder} has no state of delayed scaling ({_STATE}); resume from a checkpoint that was saved with "
-                "NemoQuantizer, or give it fp8_state=False to begin with empty amax histories"
-            )
-
-    model.save_pretrained = MethodType(save_pretrained, model)
-    model.load_pretrained = MethodType(load_pretrained, model)
 
 
 def _refuse_lora(model: nn.Module) -> None:

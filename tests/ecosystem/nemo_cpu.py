@@ -1,6 +1,7 @@
 """NeMo AutoModel 0.7 without a GPU, for tests alone. It asks CUDA for a device, and for how much memory was in use."""
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -20,3 +21,8 @@ def _on_the_cpu(*arguments: Any, device: Any, **options: Any) -> Any:
 
 
 auto_model.apply_model_infrastructure = _on_the_cpu
+
+if __name__ == "__main__":
+    from nemo_automodel.cli.app import main
+
+    sys.exit(main())

@@ -10,15 +10,19 @@ import tests.ecosystem.nemo_cpu  # noqa: F401 - before a recipe
 # isort: split
 import torch
 import torch.distributed as dist
+from nemo_automodel.components._peft.lora import PeftConfig, apply_lora_to_linear_modules
 from nemo_automodel.components.config.loader import ConfigNode
 from nemo_automodel.components.datasets.utils import default_collater
 from nemo_automodel.components.models.common.utils import BackendConfig
 from nemo_automodel.components.models.llama.model import LlamaForCausalLM
 from nemo_automodel.recipes.llm.train_ft import TrainFinetuneRecipeForNextTokenPrediction
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import LlamaConfig
 
 import octavo
+from octavo.integrations.nemo import NemoQuantizer
 from octavo.nn import check_weights, mark_weights_updated, update_scales
 from tests.ecosystem.plain_run import STEPS, Case, recipe_of, said_to
 
@@ -33,7 +37,9 @@ SIZES = {
     "architectures": ["LlamaForCausalLM"],
     "tie_word_embeddings": False,
 }
-BACKEND = {"attn": "sdpa", "linear": "torch", "rms_norm": "torch"}  # NeMo's own default compiles its norms
+BACKEND = {"attn": "sdpa", "linear": "torch", "rms_norm": "torch"}  # NeMo's default norm is compiled
+LINEARS = ("model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj")
+MODELS = "nemo_automodel.NeMoAutoModelForCausalLM."
 OPTIMIZERS = {  # by where updates are summed up: in the bf16 weights, or in fp32 masters
     "bf16": ("torch.optim.AdamW", {"lr": 1e-3, "fused": True}),
     "fp32": ("octavo.optim.AdamW", {"lr": 1e-3}),
@@ -76,10 +82,10 @@ def config_of(case: Case, folder: Path, until: int = STEPS, **sections: Any) -> 
                 "ckpt_every_steps": STEPS // 2,
             },
             "model": {
-                "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_config",
+                "_target_": f"{MODELS}from_config",
                 "config": {"_target_": "transformers.LlamaConfig", **SIZES},
                 "torch_dtype": "bfloat16",
-                "backend": {"_target_": "nemo_automodel.components.models.common.utils.BackendConfig", **BACKEND},
+                "backend": BACKEND,
             },
             "distributed": {"strategy": "fsdp2" if case.stage == 3 else "ddp"},
             "qat": {
@@ -87,7 +93,7 @@ def config_of(case: Case, folder: Path, until: int = STEPS, **sections: Any) -> 
                 "qat_config": {"_target_": "octavo.integrations.nemo.NemoQuantizer", "recipe": recipe},
             },
             "loss_fn": {"_target_": "nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy"},
-            "dataset": {"_target_": "tests.ecosystem.nemo_ranks.Tokens"},
+            "dataset": {"_target_": "tests.ecosystem.nemo_ranks.Tokens", "tokenizer": None},
             "dataloader": {"shuffle": False},
             "optimizer": {"_target_": optimizer, **options},
             "clip_grad_norm": {"max_norm": 1e9},
@@ -187,11 +193,100 @@ def compare(rank: int, cases: list[Case], folder: Path) -> list[Any]:
     return results
 
 
+def refusals(folder: Path) -> dict[str, str]:
+    """What is said to each mistake that one rank can make."""
+    case, lora = Case(3, "blockwise", "bf16", 1), LlamaForCausalLM(LlamaConfig(**SIZES), backend=BackendConfig(**BACKEND))
+    apply_lora_to_linear_modules(lora, PeftConfig(target_modules=["*_proj"], dim=4))
+    run(config_of(case._replace(resumed=True), folder / "blockwise", 2))
+    delayed = case._replace(recipe="delayed", resumed=True)
+    return {
+        "torchao": told(case, fp8={"enabled": True, "recipe_name": "tensorwise", "emulate": True}),
+        "lora": said_to(lambda: NemoQuantizer().prepare(lora)),
+        "no model of NeMo's": said_to(lambda: NemoQuantizer("delayed").prepare(nn.Sequential(nn.Linear(16, 16)))),
+        "ignore": said_to(lambda: NemoQuantizer(ignore=("wq",)).prepare(nn.Sequential(nn.Linear(16, 16)))),
+        "selective": told(case, distributed={"strategy": "fsdp2", "activation_checkpointing": "selective"}),
+        "no state": said_to(lambda: run(config_of(delayed, folder / "blockwise", 4))),
+    }
+
+
+def without_state(folder: Path) -> dict[int, float]:
+    """Losses of a run by delayed scaling that goes on from what refusals has saved."""
+    config = config_of(Case(3, "delayed", "bf16", 1, resumed=True), folder / "blockwise", 4)
+    config.qat.qat_config.fp8_state = False
+    return run(config)[0]
+
+
+def told(case: Case, **sections: Any) -> str:
+    return said_to(lambda: Recipe(config_of(case, Path(), **sections)).setup())
+
+
+def refusals_of_two(folder: Path) -> dict[str, str]:
+    """What is said to each mistake of two ranks."""
+    case = Case(3, "blockwise", "bf16", 1)
+    sizes = {name: {"strategy": "fsdp2", f"{name}_size": 2} for name in ("tp", "pp")}
+    sizes["pp"]["pipeline"] = {"pp_microbatch_size": 1}
+    recipe = Recipe(config_of(case, folder, qat={"enabled": False}))
+    recipe.setup()
+    found = {name: told(case, distributed=sections) for name, sections in sizes.items()}
+    found["megatron"] = told(case, distributed={"strategy": "megatron_fsdp"})
+    return found | {"sharded": said_to(lambda: NemoQuantizer().prepare(recipe.model_parts[0]))}
+
+
+def leaving(folder: Path) -> dict[str, Any]:
+    """A run by octavo, the same run gone on with by NeMo alone, and what lies on disk."""
+    case = Case(3, "delayed", "fp32", 1, resumed=True)
+    losses, first, model = run(config_of(case, folder, STEPS // 2))
+    theirs, _, plain_one = run(config_of(case, folder, qat={"enabled": False}))
+    state = FileSystemReader(folder / f"epoch_0_step_{STEPS // 2 - 1}" / "octavo_fp8").read_metadata()
+    paths = [folder / f"epoch_0_step_{each - 1}" / "model" / "consolidated" for each in (STEPS // 2, STEPS)]
+    loaded = {"_target_": f"{MODELS}from_pretrained", "pretrained_model_name_or_path": str(paths[1]), "backend": BACKEND}
+    recipe = Recipe(config_of(Case(3, "blockwise", "bf16", 1), folder / "loaded", model=loaded))
+    recipe.setup()
+    (again,) = recipe.model_parts
+    return {
+        "losses": losses | theirs,
+        "state": {name.rpartition(".")[2] for name in state.state_dict_metadata},
+        "keys": (list(first), list(whole(plain_one))),
+        "is_octavos": any(isinstance(module, octavo.nn.Linear) for module in plain_one.modules()),
+        "exported": [load_file(next(path.glob("*.safetensors"))) for path in paths],
+        "weights": (whole(model), whole(plain_one)),
+        "loaded": whole(again),
+        "codes": {name: again.get_submodule(name).quantized_weight()[0] for name in LINEARS},
+    }
+
+
+def initial(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Weights that NeMo makes, with octavo and without."""
+    case, found = Case(3, "blockwise", "bf16", 1), []
+    for is_on in (True, False):
+        config = config_of(case, folder)
+        config.qat.enabled = is_on
+        recipe = Recipe(config)
+        recipe.setup()
+        found.append(whole(recipe.model_parts[0]))
+    return found[0], found[1]
+
+
+def recomputed(folder: Path) -> list[dict[int, float]]:
+    """Losses with NeMo's activation checkpointing and without."""
+    case = Case(3, "delayed-step", "bf16", 1)
+    sections = [{"strategy": "fsdp2", "activation_checkpointing": is_on} for is_on in (True, False)]
+    return [run(config_of(case, folder, 5, distributed=each))[0] for each in sections]
+
+
 def ranks(rank: int, cases: list[Case], folder: str) -> dict[str, Any]:
+    """What one rank shows, or several."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
-    found = {"cases": compare(rank, cases, Path(folder))}
+    places = Path(folder)
+    found = {"cases": compare(rank, cases, places), "initial": initial(places)}
+    found |= {"recomputed": recomputed(places)}
+    if dist.get_world_size() == 1:
+        found |= {"said": refusals(places), "without_state": without_state(places)}
+        found |= {"leaving": leaving(places / "leaving")}
+    else:
+        found |= {"said": refusals_of_two(places)}
     dist.barrier()
     dist.destroy_process_group()
     return found

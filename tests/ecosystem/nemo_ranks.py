@@ -11,6 +11,7 @@ import tests.ecosystem.nemo_cpu  # noqa: F401 - before a recipe
 import torch
 import torch.distributed as dist
 from nemo_automodel.components._peft.lora import PeftConfig, apply_lora_to_linear_modules
+from nemo_automodel.components.config._arg_parser import parse_args_and_load_config
 from nemo_automodel.components.config.loader import ConfigNode
 from nemo_automodel.components.datasets.utils import default_collater
 from nemo_automodel.components.models.common.utils import BackendConfig
@@ -24,8 +25,10 @@ from transformers import LlamaConfig
 import octavo
 from octavo.integrations.nemo import NemoQuantizer
 from octavo.nn import check_weights, mark_weights_updated, update_scales
+from tests.ecosystem.launched import ROOT
 from tests.ecosystem.plain_run import STEPS, Case, recipe_of, said_to
 
+EXAMPLE = ROOT / "examples" / "nemo" / "llama_fp8.yaml"
 BATCH, TOKENS, VOCAB = 2, 16, 64
 SIZES = {
     "hidden_size": 64,
@@ -274,6 +277,19 @@ def recomputed(folder: Path) -> list[dict[int, float]]:
     return [run(config_of(case, folder, 5, distributed=each))[0] for each in sections]
 
 
+def example_options(folder: Path, steps: int) -> list[str]:
+    """What the example is given in the command line, to run on a CPU."""
+    options = {
+        "checkpoint.checkpoint_dir": folder,
+        "dist_env.backend": "gloo",
+        "model.backend.rms_norm": "torch",  # a compiled one takes half a minute
+        "qat.qat_config.recipe": "delayed",
+        "step_scheduler.global_batch_size": 8,
+        "step_scheduler.max_steps": steps,
+    }
+    return [each for name, value in options.items() for each in (f"--{name}", str(value))]
+
+
 def ranks(rank: int, cases: list[Case], folder: str) -> dict[str, Any]:
     """What one rank shows, or several."""
     logging.disable(logging.WARNING)
@@ -286,7 +302,8 @@ def ranks(rank: int, cases: list[Case], folder: str) -> dict[str, Any]:
         found |= {"said": refusals(places), "without_state": without_state(places)}
         found |= {"leaving": leaving(places / "leaving")}
     else:
-        found |= {"said": refusals_of_two(places)}
+        config = parse_args_and_load_config(str(EXAMPLE), [*example_options(places, 40), "--checkpoint.enabled", "false"])
+        found |= {"said": refusals_of_two(places), "example": run(config)[0]}
     dist.barrier()
     dist.destroy_process_group()
     return found

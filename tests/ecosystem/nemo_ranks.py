@@ -198,7 +198,8 @@ def compare(rank: int, cases: list[Case], folder: Path) -> list[Any]:
 
 def refusals(folder: Path) -> dict[str, str]:
     """What is said to each mistake that one rank can make."""
-    case, lora = Case(3, "blockwise", "bf16", 1), LlamaForCausalLM(LlamaConfig(**SIZES), backend=BackendConfig(**BACKEND))
+    case = Case(3, "blockwise", "bf16", 1)
+    lora = LlamaForCausalLM(LlamaConfig(**SIZES), backend=BackendConfig(**BACKEND))
     apply_lora_to_linear_modules(lora, PeftConfig(target_modules=["*_proj"], dim=4))
     run(config_of(case._replace(resumed=True), folder / "blockwise", 2))
     delayed = case._replace(recipe="delayed", resumed=True)
@@ -242,7 +243,8 @@ def leaving(folder: Path) -> dict[str, Any]:
     theirs, _, plain_one = run(config_of(case, folder, qat={"enabled": False}))
     state = FileSystemReader(folder / f"epoch_0_step_{STEPS // 2 - 1}" / "octavo_fp8").read_metadata()
     paths = [folder / f"epoch_0_step_{each - 1}" / "model" / "consolidated" for each in (STEPS // 2, STEPS)]
-    loaded = {"_target_": f"{MODELS}from_pretrained", "pretrained_model_name_or_path": str(paths[1]), "backend": BACKEND}
+    loaded = {"_target_": f"{MODELS}from_pretrained", "backend": BACKEND}
+    loaded |= {"pretrained_model_name_or_path": str(paths[1])}
     recipe = Recipe(config_of(Case(3, "blockwise", "bf16", 1), folder / "loaded", model=loaded))
     recipe.setup()
     (again,) = recipe.model_parts
@@ -302,8 +304,9 @@ def ranks(rank: int, cases: list[Case], folder: str) -> dict[str, Any]:
         found |= {"said": refusals(places), "without_state": without_state(places)}
         found |= {"leaving": leaving(places / "leaving")}
     else:
-        config = parse_args_and_load_config(str(EXAMPLE), [*example_options(places, 40), "--checkpoint.enabled", "false"])
-        found |= {"said": refusals_of_two(places), "example": run(config)[0]}
+        options = [*example_options(places, 40), "--checkpoint.enabled", "false"]
+        found |= {"example": run(parse_args_and_load_config(str(EXAMPLE), options))[0]}
+        found |= {"said": refusals_of_two(places)}
     dist.barrier()
     dist.destroy_process_group()
     return found

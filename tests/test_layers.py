@@ -26,6 +26,7 @@ HOMES = {
     "megatron": r"octavo\.integrations\.megatron(\.\w+)*",
     "lightning": r"octavo\.integrations\.lightning",
     "torchtitan": r"octavo\.integrations\.torchtitan",
+    "nemo_automodel": r"octavo\.integrations\.nemo",
     "wandb": r"octavo\.run\.sinks",
     "mlflow": r"octavo\.run\.sinks",
 }

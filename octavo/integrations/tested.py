@@ -29,6 +29,7 @@ ROWS: dict[str, dict[str, Versions]] = {
     "megatron": {"megatron-core": Versions("0.16.1", "0.16.1")},
     "lightning": {"lightning": Versions("2.6.6", "2.6.6")},
     "torchtitan": {"torchtitan": Versions("0.3.0", "0.3.0")},
+    "nemo": {"nemo-automodel": Versions("0.7.0", "0.7.0")},
     "sinks": {"wandb": Versions("0.31.0", "0.31.0"), "mlflow": Versions("3.17.2", "3.17.2")},
 }
 

@@ -9,10 +9,10 @@ from torch import nn
 
 import octavo.nn
 from octavo.errors import ConfigError
+from octavo.integrations.fp8_parts import FP8PartsState, linears_with_state
 from octavo.integrations.other_fp8 import conflict
 from octavo.integrations.tested import require
 from octavo.nn.conversion import DEFAULT_IGNORE, is_ignored
-from octavo.nn.fp8_state import agree_on_staged_amaxes
 from octavo.numerics.recipe import Recipe, get_recipe
 
 try:
@@ -27,7 +27,6 @@ except ImportError:
 require("torchtitan", "torchtitan")
 
 _STATE = "octavo_fp8"
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # which torch adds to names, and torchtitan takes out
 
 
 class OctavoLinear(octavo.nn.Linear, Module):  # type: ignore[misc]
@@ -114,44 +113,9 @@ class OctavoCheckpointManager(CheckpointManager):  # type: ignore[misc]
         """torchtitan's own."""
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module], states: dict[str, Any], **options: Any) -> None:
-        if any(_stateful(part) for part in model_parts):
-            states[_STATE] = _FP8State(model_parts)
+        if any(linears_with_state(part) for part in model_parts):
+            states[_STATE] = FP8PartsState(model_parts)
         super().__init__(config, model_parts=model_parts, states=states, **options)
-
-
-class _FP8State:
-    """Delayed scaling's state as torch.distributed.checkpoint takes it; names are without the wrappers'."""
-
-    def __init__(self, parts: list[nn.Module]) -> None:
-        self._parts = parts
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """All ranks call it, to save and, for the tensors to be filled, to load."""
-        found: dict[str, torch.Tensor] = {}
-        for part in self._parts:
-            for linear in _stateful(part):
-                assert linear.recipe is not None
-                linear.delayed_state(linear.recipe)  # before the first forward there is none yet
-            agree_on_staged_amaxes(part)  # a checkpoint has one rank's
-            found |= {_plain(name): tensor for name, tensor in octavo.nn.fp8_state_dict(part).items()}
-        return found
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take state_dict's."""
-        for part in self._parts:
-            names = octavo.nn.fp8_state_dict(part)
-            octavo.nn.load_fp8_state_dict(part, {name: state[_plain(name)] for name in names})
-
-
-def _plain(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
-def _stateful(model: nn.Module) -> list[octavo.nn.Linear]:
-    linears = (module for module in model.modules() if isinstance(module, octavo.nn.Linear))
-    return [linear for linear in linears if linear.recipe is not None and linear.recipe.has_state]
 
 
 def _refuse_other_backends(model: nn.Module) -> None:

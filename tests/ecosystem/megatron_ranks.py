@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import octavo
-from octavo.numerics import Recipe, get_recipe
 from tests.ecosystem.megatron_cpu import without_cuda
 from tests.ecosystem.megatron_plain import HEADS, HIDDEN, LAYERS, SEQ, VOCAB, PlainGPT
+from tests.ecosystem.plain_run import recipe_of
 
 STEPS, BATCH = 20, 4
 
@@ -31,11 +31,6 @@ class Case(NamedTuple):
     cut: str = "data"
     dtype: str = "fp32"
     resumed: bool = False
-
-
-def recipe_of(name: str) -> Recipe:
-    """delayed-recent has scales of what the last step staged alone."""
-    return get_recipe("delayed", amax_compute_algo="most_recent") if name == "delayed-recent" else get_recipe(name)
 
 
 def config(**fields: Any) -> Any:

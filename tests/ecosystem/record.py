@@ -1,6 +1,6 @@
 """Pytest's plugin of `make test-ecosystem`: it writes ecosystem/ROW.json: versions and cases.
 
-A part of the row's tests, asked for by -k, writes nothing, and neither does a run that was cut off.
+A part of the row's tests, asked for by -k, writes nothing, and neither do the whole product and a run that was cut off.
 """
 
 import datetime
@@ -13,6 +13,7 @@ import pytest
 
 from bench.record import git_commit
 from octavo.integrations.tested import ROWS, installed_version
+from tests.ecosystem.cases import IS_WHOLE
 
 FOLDER = Path(__file__).parents[2] / "ecosystem"
 
@@ -56,5 +57,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Record the row whose file of tests/ecosystem is named, where all of it runs."""
     named = [found[1] for each in config.args if (found := re.search(r"tests/ecosystem/test_(\w+)\.py$", each))]
     option = config.option
-    if len(named) == 1 and not any((option.keyword, option.deselect, option.maxfail, option.lf, option.stepwise)):
+    others = (IS_WHOLE, option.keyword, option.deselect, option.maxfail, option.lf, option.stepwise)
+    if len(named) == 1 and not any(others):
         config.pluginmanager.register(EcosystemRecord(named[0]))

@@ -1,16 +1,9 @@
 """octavo.amp under ColossalAI's booster: the bits of plain torch, levels, FP8 on the wire, a kill, refusals."""
 
-import contextlib
 import importlib.util
-import os
 import re
-import signal
 import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,15 +11,14 @@ import torch
 
 import octavo
 from octavo.errors import BackendError
-from octavo.integrations import tested
 from octavo.testing import assert_bitwise
+from tests.ecosystem.cases import cases
 from tests.ecosystem.colossalai_ranks import alone, together
+from tests.ecosystem.launched import ROOT, goes_on_after_a_kill, import_again, torchrun
 from tests.ecosystem.plain_run import Case, make
-from tests.ranks import free_port, run_ranks
+from tests.ranks import run_ranks
 
-ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "colossalai" / "train.py"
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
 
 pytestmark = [
     pytest.mark.ecosystem,
@@ -35,17 +27,17 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("colossalai") is None, reason="needs ecosystem/colossalai.txt"),
 ]
 
-# Each pair of recipe, ranks, micro-batches, fresh or resumed, is in some case; stage 0 is TorchDDPPlugin. ZeRO's
-# checkpoints have no fp32 masters of bf16 weights, so that a resumed run has other bits than one that was not.
-ALONE = [
-    Case(0, "delayed", "fp32", 4),
-    Case(0, "blockwise", "fp32", 1, resumed=True),
-    Case(1, "rowwise", "fp32", 4, resumed=True),
-]
+
+def case(stage: int, recipe: str, accumulation: int, resumed: bool) -> Case:
+    """Stage 0 is TorchDDPPlugin. ZeRO's checkpoints have no fp32 masters of bf16 weights, so that a resumed run has
+    other bits than one that was not."""
+    return Case(stage, recipe, "bf16" if stage and not resumed else "fp32", accumulation, resumed)
+
+
+STAGES: list[dict[str, Any]] = [{"stage": stage} for stage in range(3)]
+ALONE = cases(1, case, *STAGES)
 TOGETHER = [
-    Case(0, "delayed-recent", "fp32", 1, resumed=True),
-    Case(0, "blockwise", "fp32", 4),
-    Case(1, "rowwise", "bf16", 1),
+    *cases(2, case, *STAGES),
     Case(1, "blockwise", "bf16", 4),
     Case(2, "delayed", "bf16", 4),
     Case(2, "delayed-step", "fp32", 4, resumed=True),
@@ -161,76 +153,13 @@ def test_low_level_zero_needs_a_device(of_one_rank: dict[str, Any]) -> None:
     assert re.search("not supported for cpu accelerator|device is required", of_one_rank["zero_on_a_cpu"])
 
 
-@contextlib.contextmanager
-def launched(folder: Path, steps: int) -> Iterator[subprocess.Popen[str]]:
-    """The example under torchrun, two ranks; what is left of it ends with the block."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        str(free_port()),
-    ]
-    arguments = ["--folder", str(folder), "--recipe", "delayed", "--steps", str(steps), "--save-every", "2"]
-    run = subprocess.Popen(
-        [*command, "--master-port", str(free_port()), str(EXAMPLE), *arguments, "--bf16-from", "4"],
-        env=os.environ | ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        yield run
-    finally:
-        run.terminate()  # torchrun ends its ranks
-        run.communicate()
-
-
-def losses(folder: Path) -> dict[int, str]:
-    """By step."""
-    path = folder / "losses.txt"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {int(step): rest for step, _, rest in (line.partition(" ") for line in lines)}
-
-
 def test_a_killed_rank_ends_the_run_which_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    with launched(tmp_path / "whole", 6) as whole:
-        out, _ = whole.communicate(timeout=120)
-        assert whole.returncode == 0, out
-    undisturbed = losses(tmp_path / "whole")
-    assert [rest.split()[1] for rest in undisturbed.values()] == ["O1"] * 4 + ["O2"] * 2
-    folder, deadline = tmp_path / "killed", time.monotonic() + 120
-    with launched(folder, 1_000_000) as run:
-        while len(losses(folder)) < 3:
-            assert time.monotonic() < deadline
-            assert run.poll() is None
-            time.sleep(0.02)
-        ranks = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-        os.kill(int(ranks[-1]), signal.SIGKILL)
-        run.communicate(timeout=60)
-        assert run.returncode != 0
-    saved = int((folder / "latest").read_text().removeprefix("step-"))
-    kept = {step: rest for step, rest in losses(folder).items() if step <= saved}
-    (folder / "losses.txt").write_text("".join(f"{step} {rest}\n" for step, rest in kept.items()))
-    with launched(folder, max(6, saved + 1)) as once_more:
-        out, _ = once_more.communicate(timeout=120)
-        assert once_more.returncode == 0, out
-    resumed = losses(folder)
-    assert list(resumed) == list(range(1, max(6, saved + 1) + 1))
-    assert {step: resumed[step] for step in undisturbed} == undisturbed
+    def start(folder: Path, steps: int) -> subprocess.Popen[str]:
+        options = ("--recipe", "delayed", "--save-every", "2", "--bf16-from", "4")
+        return torchrun(EXAMPLE, *options, "--folder", folder, "--steps", str(steps))
 
-
-def again(versions: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Import the module with another version of ColossalAI, beside the module that is there."""
-    monkeypatch.setattr(tested, "installed_version", lambda _: versions)
-    if versions is None:
-        monkeypatch.setitem(sys.modules, "colossalai.booster.mixed_precision", None)
-    spec = importlib.util.find_spec("octavo.integrations.colossalai")
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader.exec_module(ModuleType(spec.name))
+    found = goes_on_after_a_kill(start, tmp_path, lambda folder: int((folder / "latest").read_text()[len("step-") :]))
+    assert [rest.split()[1] for rest in found.values()] == ["O1"] * 4 + ["O2"] * (len(found) - 4)
 
 
 @pytest.mark.parametrize(("version", "words"), [("0.4.9", "too old"), (None, "not installed")])
@@ -238,9 +167,9 @@ def test_another_colossalai_is_refused(version: str | None, words: str, monkeypa
     with pytest.raises(
         BackendError, match=rf"octavo.integrations.colossalai: colossalai .*{words}; .*colossalai 0\.5\.0"
     ):
-        again(version, monkeypatch)
+        import_again("colossalai", "colossalai.booster.mixed_precision", version, monkeypatch)
 
 
 def test_a_newer_colossalai_is_used_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match=r"colossalai 0\.6\.0 is newer than what octavo was tested with"):
-        again("0.6.0", monkeypatch)
+        import_again("colossalai", "colossalai.booster.mixed_precision", "0.6.0", monkeypatch)

@@ -4,11 +4,8 @@ import importlib.util
 import os
 import re
 import runpy
-import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,17 +18,18 @@ import octavo
 from octavo.errors import BackendError, ConfigError
 from octavo.integrations import deepspeed as integration
 from octavo.testing import assert_bitwise
+from tests.ecosystem.cases import cases
 from tests.ecosystem.deepspeed_ranks import alone, together
+from tests.ecosystem.launched import ROOT, finish, goes_on_after_a_kill, launch
 from tests.ecosystem.plain_run import Case
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 
-ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "deepspeed" / "train.py"
 BUILD = (
     "from deepspeed.accelerator import get_accelerator;"
     "get_accelerator().create_op_builder('ShareMemCommBuilder').load()"
 )
-ON_CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
+ON_CPU = {"DS_ACCELERATOR": "cpu"}
 
 pytestmark = [
     pytest.mark.ecosystem,
@@ -40,20 +38,17 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs ecosystem/deepspeed.txt"),
 ]
 
-# Each pair of recipe, ranks, micro-batches, fresh or resumed, is in some case. A state that one rank saved must be that
-# of all: only "recent" scales would show it. Delayed scaling with micro-batches under
-# ZeRO-3 is "step": there every gather of a weight is quantized again, with the scale of that micro-batch.
-ALONE = [
-    Case(1, "delayed", "bf16", 4),
-    Case(2, "blockwise", "bf16", 4, own_layers=True),
-    Case(2, "rowwise", "fp32", 1, resumed=True),
-    Case(3, "blockwise", "fp32", 4, resumed=True),
+KINDS: list[dict[str, Any]] = [
+    {"stage": 0, "dtype": "fp32"},
+    {"stage": 3, "dtype": "bf16"},
+    {"stage": 2, "dtype": "bf16"},
+    {"stage": 1, "dtype": "fp32"},
 ]
+ALONE = [*cases(1, Case, *KINDS), Case(2, "blockwise", "bf16", 4, own_layers=True)]
 TOGETHER = [
-    Case(0, "rowwise", "fp32", 4),
+    *cases(2, Case, *KINDS),
     Case(1, "blockwise", "fp32", 4, resumed=True),
     Case(2, "rowwise", "fp32", 4),
-    Case(2, "delayed-recent", "bf16", 1, resumed=True),
     Case(3, "delayed-step", "fp32", 4, resumed=True),
     Case(3, "blockwise", "bf16", 1, own_layers=True),
 ]
@@ -127,72 +122,28 @@ def test_a_mistake_is_said_in_one_line(mistake: str, words: str, of_one_rank: di
     assert re.fullmatch(f"{words}.*", said), said
 
 
-def launch(folder: Path, steps: int) -> subprocess.Popen[str]:
+def start(folder: Path, steps: int) -> subprocess.Popen[str]:
     """The example under DeepSpeed's launcher, two ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port]
-    options = ["--folder", str(folder), "--recipe", "delayed", "--steps", str(steps), "--save-every", "2"]
-    return subprocess.Popen(
-        [*command, str(EXAMPLE), *options],
-        env=os.environ | ON_CPU,
-        cwd=folder.parent,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    launcher = ("-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port()))
+    options = ("--folder", folder, "--recipe", "delayed", "--steps", str(steps), "--save-every", "2")
+    return launch(*launcher, EXAMPLE, *options, **ON_CPU)
 
 
-def losses(folder: Path) -> list[str]:
-    return (folder / "losses.txt").read_text().splitlines()
+def test_a_killed_rank_ends_the_run_which_goes_on_from_its_checkpoint(built: None, tmp_path: Path) -> None:
+    def saved(folder: Path) -> int:
+        return int((folder / "checkpoints" / "latest").read_text().removeprefix("global_step"))
+
+    goes_on_after_a_kill(start, tmp_path, saved, depth=2)
 
 
-@pytest.fixture(scope="module")
-def whole(built: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that was not disturbed."""
-    folder = tmp_path_factory.mktemp("runs") / "whole"
-    run = launch(folder, 5)
-    out, _ = run.communicate(timeout=400)
-    assert run.returncode == 0, out
-    return folder
-
-
-def test_a_killed_rank_ends_the_run_which_goes_on_from_its_checkpoint(whole: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "killed"
-    run = launch(folder, 500)
-    assert run.stdout is not None
-    ranks = [int(found[1]) for _, found in zip(range(2), pids(run), strict=False)]
-    deadline = time.monotonic() + 300
-    while not (folder / "losses.txt").exists() or len(losses(folder)) < 3:
-        assert time.monotonic() < deadline
-        assert run.poll() is None
-        time.sleep(0.1)
-    os.kill(ranks[1], signal.SIGKILL)
-    run.communicate(timeout=100)
-    assert run.returncode != 0
-    saved = int((folder / "checkpoints" / "latest").read_text().removeprefix("global_step"))
-    assert saved >= 2
-    kept = losses(folder)[:saved]
-    (folder / "losses.txt").write_text("".join(f"{line}\n" for line in kept))
-    again = launch(folder, max(5, saved + 1))
-    out, _ = again.communicate(timeout=400)
-    assert again.returncode == 0, out
-    assert len(losses(folder)) == max(5, saved + 1)
-    assert losses(folder)[:5] == losses(whole)
-
-
-def pids(run: subprocess.Popen[str]) -> Any:
-    assert run.stdout is not None
-    return (found for line in run.stdout if (found := re.search(r"process (\d+) spawned", line)))
-
-
-def test_an_export_has_the_codes_of_its_weights(whole: Path) -> None:
+def test_an_export_has_the_codes_of_its_weights(built: None, tmp_path: Path) -> None:
     """What ZeRO-3 gathers, by both of DeepSpeed's ways, loads into torch's own model and into a converted one."""
-    exported = torch.load(whole / "model.bin", weights_only=True)
-    script = [sys.executable, str(whole / "checkpoints" / "zero_to_fp32.py"), str(whole / "checkpoints"), str(whole)]
+    finish(start(tmp_path, 2))
+    exported = torch.load(tmp_path / "model.bin", weights_only=True)
+    checkpoints = tmp_path / "checkpoints"
+    script = [sys.executable, str(checkpoints / "zero_to_fp32.py"), str(checkpoints), str(tmp_path)]
     subprocess.run(script, env=os.environ | ON_CPU, check=True, capture_output=True)
-    masters = torch.load(whole / "pytorch_model.bin", weights_only=True)
+    masters = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     model = runpy.run_path(str(EXAMPLE))["NextToken"]().bfloat16()
     assert list(exported) == list(masters) == list(model.state_dict())
     for name, weight in exported.items():

@@ -11,6 +11,7 @@ import torch
 import octavo
 from octavo.errors import BackendError, CheckpointError, ConfigError, StaleCodesError
 from octavo.testing import assert_bitwise
+from tests.ecosystem.cases import cases
 from tests.ecosystem.launched import ROOT, finish, import_again, kill_a_rank, launch, losses
 from tests.ecosystem.plain_run import Case, batches, build, loss_of
 from tests.ranks import run_ranks
@@ -34,15 +35,11 @@ pytestmark = [pytest.mark.ecosystem, pytest.mark.filterwarnings("ignore")]
 EXAMPLE = ROOT / "examples" / "lightning" / "train.py"
 BLOCKWISE, DELAYED = (Case(0, recipe, "fp32", 1) for recipe in ("blockwise", "delayed"))
 
-# Each pair of recipe, ranks, micro-batches, fresh or resumed, is in some case. A state that one rank saved must be that
-# of all: only "recent" scales would show it. Stage 3 is FSDP2 by ModelParallelStrategy: as ZeRO-3 it sums over the
-# ranks for each micro-batch.
-ALONE = [BLOCKWISE, Case(0, "rowwise", "fp32", 4, resumed=True), Case(0, "delayed", "fp32", 1, resumed=True)]
+# Stage 3 is FSDP2 by ModelParallelStrategy: as ZeRO-3 it sums over the ranks for each micro-batch.
+KINDS: list[dict[str, Any]] = [{"stage": stage, "dtype": "fp32"} for stage in (0, 3)]
+ALONE = cases(1, Case, KINDS[0])
 TOGETHER = [
-    Case(0, "blockwise", "fp32", 4, resumed=True),
-    Case(0, "rowwise", "fp32", 1),
-    Case(0, "delayed", "fp32", 4),
-    Case(0, "delayed-recent", "fp32", 1, resumed=True),
+    *cases(2, Case, *KINDS),
     Case(3, "blockwise", "fp32", 4),
     Case(3, "delayed-step", "fp32", 1, resumed=True),
 ]

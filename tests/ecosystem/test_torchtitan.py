@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 import octavo
 from octavo.errors import BackendError
 from octavo.testing import assert_bitwise
-from tests.ecosystem.launched import ROOT, finish, import_again, kill_a_rank, launch, losses
+from tests.ecosystem.cases import cases
+from tests.ecosystem.launched import ROOT, goes_on_after_a_kill, import_again, torchrun
 from tests.ecosystem.plain_run import Case
 from tests.ranks import run_ranks
 
@@ -22,20 +24,10 @@ pytestmark = [
 ]
 RUN = ROOT / "tests" / "ecosystem" / "torchtitan_ranks.py"
 
-# Each pair of recipe, ranks, micro-batches, fresh or resumed, is in some case; all shard by FSDP2. A state that one
-# rank saved must be that of all: only "recent" scales would show it. With micro-batches each gather of a weight is
-# quantized again, so that delayed scaling has the bits of plain torch where its scales change once a step.
-ALONE = [
-    Case(3, "blockwise", "fp32", 1),
-    Case(3, "rowwise", "bf16", 4, resumed=True),
-    Case(3, "delayed", "fp32", 1, resumed=True),
-]
-TOGETHER = [
-    Case(3, "blockwise", "bf16", 4, resumed=True),
-    Case(3, "rowwise", "bf16", 1),
-    Case(3, "delayed-step", "bf16", 4),
-    Case(3, "delayed-recent", "bf16", 1, resumed=True),
-]
+# All shard by FSDP2.
+KINDS: list[dict[str, Any]] = [{"stage": 3, "dtype": dtype} for dtype in ("fp32", "bf16")]
+ALONE = cases(1, Case, *KINDS)
+TOGETHER = [*cases(2, Case, *KINDS[::-1]), Case(3, "delayed-step", "bf16", 4)]
 
 
 @pytest.fixture(scope="module")
@@ -143,15 +135,11 @@ def test_a_newer_torchtitan_is_used_with_a_warning(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_killed_rank_ends_the_run_which_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    def start(name: str, steps: int) -> Any:
-        (tmp_path / name).mkdir(exist_ok=True)
-        command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", RUN, tmp_path / name, str(steps))
-        return launch(*command, LOSSES=str(tmp_path / name))
+    def start(folder: Path, steps: int) -> subprocess.Popen[str]:
+        folder.mkdir(exist_ok=True)
+        return torchrun(RUN, folder, str(steps), LOSSES=str(folder))
 
-    finish(start("whole", 6))
-    whole = losses(tmp_path / "whole")
-    assert list(whole) == [1, 2, 3, 4, 5, 6]
-    kill_a_rank(start("killed", 100_000), lambda: len(losses(tmp_path / "killed")) >= 3)
-    last = max(losses(tmp_path / "killed"))
-    finish(start("killed", max(6, last + 2)))
-    assert {step: losses(tmp_path / "killed")[step] for step in whole} == whole
+    def saved(folder: Path) -> int:
+        return max(int(each.parent.name.removeprefix("step-")) for each in folder.glob("checkpoint/*/.metadata"))
+
+    goes_on_after_a_kill(start, tmp_path, saved)

@@ -11,6 +11,7 @@ import octavo
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models import quantize_checkpoint
 from octavo.testing import assert_bitwise
+from tests.ecosystem.cases import cases
 from tests.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -27,13 +28,10 @@ from tests.integrations.toy_trainer import (  # noqa: E402
     run_trainer,
 )
 
-# pairwise over recipe, processes, accumulation and resumption, with those of TWO_RANKS
 ONE_PROCESS = [
-    Case("blockwise", 1, False),
-    Case("delayed", 4, True),
-    pytest.param(Case("rowwise", 4, False), marks=pytest.mark.slow),
+    pytest.param(case, marks=pytest.mark.slow) if case.recipe == "rowwise" else case for case in cases(1, Case)
 ]
-TWO_RANKS = [Case("blockwise", 4, True), Case("rowwise", 1, True), Case("delayed", 1, False), Case("delayed", 4, True)]
+TWO_RANKS = cases(2, Case)
 
 
 @pytest.fixture(scope="module")
@@ -64,17 +62,22 @@ def test_the_trainers_losses_are_plain_torchs(case: Case, saved: Path, tmp_path:
     assert expected["losses"][-1] < expected["losses"][0]
 
 
-def on_two_ranks(rank: int, source: Path, folder: Path) -> list[tuple[Any, Any]]:
-    results = [(run_trainer(case, source, folder / str(i)), run_plain(case)) for i, case in enumerate(TWO_RANKS)]
+def on_two_ranks(rank: int, chosen: list[Case], source: Path, folder: Path) -> list[tuple[Any, Any]]:
+    results = [(run_trainer(case, source, folder / str(i)), run_plain(case)) for i, case in enumerate(chosen)]
     torch.distributed.destroy_process_group()
     return results
 
 
+@pytest.fixture(scope="module")
+def of_two_ranks(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run_ranks(on_two_ranks, 2, TWO_RANKS, saved, tmp_path_factory.mktemp("together"))
+
+
 @pytest.mark.slow
-def test_and_so_they_are_on_two_ranks(saved: Path, tmp_path: Path) -> None:
-    for results in run_ranks(on_two_ranks, 2, saved, tmp_path):
-        for found, expected in results:
-            assert_same(found, expected)
+@pytest.mark.parametrize("index", range(len(TWO_RANKS)), ids=map(str, TWO_RANKS))
+def test_and_so_they_are_on_two_ranks(index: int, of_two_ranks: list[Any]) -> None:
+    for results in of_two_ranks:
+        assert_same(*results[index])
 
 
 def test_a_saved_model_is_a_plain_one(saved: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import transformers
 
 import octavo
 from octavo.integrations.huggingface import OctavoCallback, OctavoConfig
+from tests.ecosystem.plain_run import recipe_of
 
 STEPS, SAVED, BATCH, TOKENS = 20, 10, 2, 16
 LEARNING_RATE = 1e-2
@@ -22,7 +23,7 @@ class Case:
 
     recipe: str
     accumulation: int
-    is_resumed: bool
+    resumed: bool
 
 
 def make_model(family: str = "Llama", **options: Any) -> Any:
@@ -38,7 +39,7 @@ def make_model(family: str = "Llama", **options: Any) -> Any:
 
 def load_model(folder: Path, recipe: str, dtype: torch.dtype = torch.float32) -> Any:
     """A saved model, loaded by from_pretrained to train in FP8."""
-    config = OctavoConfig(recipe=recipe)
+    config = OctavoConfig(recipe=recipe_of(recipe))
     return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=dtype)
 
 
@@ -82,10 +83,10 @@ def run_trainer(case: Case, source: Path, folder: Path) -> dict[str, torch.Tenso
     """Losses and final weights of the Trainer's run, from the model saved in source."""
     saving = {"save_strategy": "steps", "save_steps": SAVED}
     losses = []
-    for steps in (SAVED, STEPS) if case.is_resumed else (STEPS,):
+    for steps in (SAVED, STEPS) if case.resumed else (STEPS,):
         model = load_model(source, case.recipe)
         trainer = make_trainer(model, folder, steps, case.accumulation, **saving)
-        trainer.train(resume_from_checkpoint=steps > SAVED and case.is_resumed)
+        trainer.train(resume_from_checkpoint=steps > SAVED and case.resumed)
         losses += trainer.losses
     return {"losses": torch.stack(losses), **model.state_dict()}
 
@@ -94,7 +95,7 @@ def run_plain(case: Case) -> dict[str, torch.Tensor]:
     """The same of a loop without transformers' Trainer; under torch.distributed, in DDP."""
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     model = make_model()
-    octavo.convert(model, case.recipe)
+    octavo.convert(model, recipe_of(case.recipe))
     run = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False) if world > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
     rows = iter(make_rows(STEPS * BATCH * case.accumulation * world).split(BATCH))

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from octavo.distributed.mesh import Mesh  # a config section, whose library takes a while to import
 
 LATEST = "LATEST"
-MODEL_DIR = "model"
 SHARDS = "trainer"
 _STATE, _DESCRIPTION = "trainer.safetensors", "trainer.json"
 _PREFIX = "step-"
@@ -205,9 +204,9 @@ class CheckpointStore:
         try:
             with shared_directory(path, lambda _: True, self._group) as directory:
                 if isinstance(write_model, ModelExport):
-                    write_model.write(directory / MODEL_DIR, parameters, self._group)
+                    write_model.write(directory / write_model.folder, parameters, self._group)
                 else:
-                    write_model(directory / MODEL_DIR)
+                    write_model(directory / ModelExport.folder)
                 self._write_state(directory, state, cuts)
                 self._write_descriptions(directory, description)
             together(self._group, lambda: self._point_to(path) if is_first(self._group) else None)

@@ -296,6 +296,7 @@ class _Run:
             f"{self.model.num_params / 1e6:.2f}M parameters in {self.config.precision.dtype} on {self.place}; "
             f"recipe {recipe}: {len(report.fp8_names)} of {len(report.rows)} linears in FP8, "
             f"{report.fp8_flop_share:.1%} of linear FLOPs",
+            *([] if self.adapters is None else [self.adapters.summary(self.model)]),
             *overridden,
             *([] if self.cutting is None else [str(self.cutting)]),
             *([] if self.sharding is None else [self.sharding.summary]),

@@ -114,23 +114,23 @@ def add_adapters(model: Decoder, section: LoraSection, seed: int) -> None:
     Raises:
         ConfigError: a name that matches no linear, or experts.
     """
-    linears = [parameter for parameter in parameter_names(model.config) if parameter.is_linear_weight]
-    chosen = _choose([_module(name) for parameter in linears for name, _ in parameter.parts], section)
-    model.requires_grad_(False)
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in linears:
-        names = [_module(name) for name, _ in parameter.parts]
-        if chosen.isdisjoint(names):
-            continue
-        linear = model.get_submodule(_module(parameter.name))
+    weights = [parameter for parameter in parameter_names(model.config) if parameter.is_linear_weight]
+    parts = {_module(parameter.name): [_module(name) for name, _ in parameter.parts] for parameter in weights}
+    chosen = _choose([name for names in parts.values() for name in names], section)
+    targets = {name: names for name, names in parts.items() if not chosen.isdisjoint(names)}
+    for linear in map(model.get_submodule, targets):
         if type(linear) is not Linear:
             raise ConfigError(
-                f"lora.target_modules = {section.target_modules!r} takes in {names[0]}, and experts have no adapters "
-                "here; name the linears of attention, such as ['q_proj', 'k_proj', 'v_proj', 'o_proj']"
+                f"lora.target_modules = {section.target_modules!r} takes in experts, which have no adapters here; name "
+                "the linears of attention, such as ['q_proj', 'k_proj', 'v_proj', 'o_proj']"
             )
+    model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for name, names in targets.items():
+        linear = model.get_submodule(name)
         linear.__class__ = AdaptedLinear
         assert isinstance(linear, AdaptedLinear)
-        linear.add(section, tuple(name if name in chosen else None for name in names), generator)
+        linear.add(section, tuple(part if part in chosen else None for part in names), generator)
 
 
 def _module(name: str) -> str:
@@ -192,6 +192,14 @@ class Adapters:
     def describe(self) -> dict[str, Any]:
         """What trainer.json says of them."""
         return {**self.section.model_dump(mode="json"), "base": str(self.base), "base_sha256": self.base_sha256}
+
+    def summary(self, model: Decoder) -> str:
+        """What is trained, for a person."""
+        linears = [linear for _, linear in adapted_linears(model)]
+        num = sum(linear.lora_a.numel() + linear.lora_b.numel() for linear in linears)
+        num_pairs = sum(len(linear.pair_rows) for linear in linears)
+        pairs = f"{num_pairs} adapters of rank {self.section.rank}"
+        return f"trained are {pairs}, {num / 1e6:.2f}M parameters beside these; {self.base} stays as it is"
 
     def merged(self, model: Decoder) -> Decoder:
         """A plain Decoder on the CPU with the adapters in its weights, in the model's numerics.
@@ -312,7 +320,7 @@ class AdapterExport(ModelExport):
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": str(self._adapters.base),
             "r": section.rank,
-            "lora_alpha": section.alpha,
+            "lora_alpha": int(section.alpha) if section.alpha.is_integer() else section.alpha,
             "lora_dropout": 0.0,
             "target_modules": sorted(ends if is_alike else chosen),
             "bias": "none",

@@ -205,8 +205,8 @@ class LoraSection(Config):
         alpha: the product B A counts alpha / rank times.
         target_modules: which linears get a pair, by Hugging Face's names as PEFT matches them: a module's full name, or
             the end of it after a dot ("q_proj", "mlp.down_proj"). "all-linear" is every one but lm_head.
-        keep_codes_only: hold the FP8 codes of the targets alone, for less memory ("blockwise" and recipes of one scale
-            a tensor).
+        keep_codes_only: of the base's linears in FP8 hold the codes alone, for less memory ("blockwise" and recipes of
+            one scale a tensor).
     """
 
     other_names: ClassVar[Mapping[str, str]] = {

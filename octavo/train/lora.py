@@ -1,7 +1,6 @@
 """`[lora]` of a training run: adapters on the Decoder's linears, what a checkpoint holds of them, and the merged model.
 
-The base is frozen, and its FP8 codes are made once. Layers with adapters run module by module: a fused step would pass
-them by.
+The base is frozen, and its FP8 codes are made once. Checkpoints hold adapters alone, in PEFT's files.
 """
 
 import dataclasses
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from octavo.config import did_you_mean
 from octavo.errors import CheckpointError, ConfigError, RecipeError
@@ -25,84 +23,11 @@ from octavo.models.checkpoint.safetensors_io import check_finite
 from octavo.models.checkpoint.storage import writing
 from octavo.models.export import ModelExport, high_precision_linears
 from octavo.nn import Linear, fp8_state_dict, keep_codes_only, load_fp8_state_dict
+from octavo.nn.adapted_linear import AdaptedLinear
 from octavo.run.checkpoint_store import changes
 from octavo.train.config import LoraSection, TrainConfig
 
 _PREFIX = "base_model.model."  # PEFT's, before Hugging Face's name of a module
-
-
-class AdaptedLinear(Linear):
-    """A Linear with a frozen weight, and low-rank pairs of its parts: y + scale * (x @ A.t()) @ B.t() for each.
-
-    Made of a Linear by add_adapters. The adapters compute in high precision, in their own dtype.
-
-    Attributes:
-        lora_a: [pairs * rank, K], one pair's A after the other.
-        lora_b: [rows of the parts with a pair, rank].
-        pair_names: for each of `parts` Hugging Face's name of the module, or None where it has no pair.
-        scale: alpha / rank.
-    """
-
-    pair_names: tuple[str | None, ...]
-    scale: float
-
-    def add(self, section: LoraSection, pair_names: tuple[str | None, ...], generator: torch.Generator) -> None:
-        """Freeze the weight, and begin with a B of zeros and an A as PEFT draws it.
-
-        Args:
-            generator: on the CPU, so that A has the same values on every device.
-        """
-        assert self.weight is not None, "the base was loaded for training"
-        self.pair_names, self.scale = pair_names, section.alpha / section.rank
-        drawn = torch.empty(section.rank * sum(map(bool, pair_names)), self.in_features)
-        nn.init.kaiming_uniform_(drawn, a=5**0.5, generator=generator)
-        self.lora_a = nn.Parameter(drawn.to(self.weight))
-        self.lora_b = nn.Parameter(self.weight.new_zeros(sum(self.pair_rows), section.rank))
-
-    @property
-    def pair_rows(self) -> list[int]:
-        """Rows of each part with a pair."""
-        return [rows for rows, name in zip(self.parts, self.pair_names, strict=True) if name]
-
-    def forward(self, x: torch.Tensor, *, bias_to: list[torch.Tensor | None] | None = None) -> torch.Tensor:
-        """x [..., K] -> [..., N] of x's dtype: the base's product under its recipe, and the adapters'.
-
-        Raises:
-            RecipeError: exact numerics.
-        """
-        if self.exact:
-            raise RecipeError("adapters do not compute exactly; use the merged model of the run, which can")
-        out = super().forward(x, bias_to=bias_to)
-        flat = x.reshape(-1, self.in_features)
-        low = (flat @ self.lora_a.t()).split(self.lora_b.shape[1], dim=-1)  # a pair's [T, rank] each
-        pairs = iter(zip(low, self.lora_b.split(self.pair_rows), strict=True))
-        parts = out.view(-1, self.out_features).split(self.parts, dim=-1)
-        made = []
-        for part, name in zip(parts, self.pair_names, strict=True):
-            if name:
-                down, b = next(pairs)
-                part = torch.addmm(part, down, b.t(), alpha=self.scale)
-            made.append(part)
-        return (torch.cat(made, dim=-1) if len(made) > 1 else made[0]).view(out.shape)
-
-    @torch.no_grad()
-    def merged(self, weight: torch.Tensor) -> torch.Tensor:
-        """weight + scale * B @ A of each pair, summed in fp32 and rounded once.
-
-        Args:
-            weight: the base's, [N, K].
-        Returns:
-            [N, K] of its dtype.
-        """
-        rank = self.lora_b.shape[1]
-        pairs = iter(zip(self.lora_a.split(rank), self.lora_b.split(self.pair_rows), strict=True))
-        made = []
-        for part, name in zip(weight.split(self.parts), self.pair_names, strict=True):
-            if name:
-                a, b = (factor.float().to(weight.device) for factor in next(pairs))
-                part = torch.addmm(part.float(), b, a, alpha=self.scale).to(weight.dtype)
-            made.append(part)
-        return torch.cat(made)
 
 
 def add_adapters(model: Decoder, section: LoraSection, seed: int) -> None:
@@ -130,7 +55,8 @@ def add_adapters(model: Decoder, section: LoraSection, seed: int) -> None:
         linear = model.get_submodule(name)
         linear.__class__ = AdaptedLinear
         assert isinstance(linear, AdaptedLinear)
-        linear.add(section, tuple(part if part in chosen else None for part in names), generator)
+        pair_names = tuple(part if part in chosen else None for part in names)
+        linear.add(section.rank, section.alpha / section.rank, pair_names, generator)
 
 
 def _module(name: str) -> str:
@@ -151,6 +77,10 @@ def _choose(modules: list[str], section: LoraSection) -> set[str]:
     if not found:
         raise ConfigError("lora.target_modules names no linear; name some, or leave it out for all")
     return set.union(*found.values())
+
+
+def _linears(model: Decoder) -> Iterator[Linear]:
+    return (module for module in model.modules() if isinstance(module, Linear))
 
 
 def adapted_linears(model: Decoder) -> Iterator[tuple[str, AdaptedLinear]]:
@@ -177,16 +107,19 @@ class Adapters:
         """Those that build_model has added; None for a run without [lora].
 
         Raises:
-            RecipeError: keep_codes_only under a recipe without codes.
+            RecipeError: keep_codes_only under a recipe without codes, or with such as no backward can transpose.
         """
         if config.lora is None:
             return None
         adapters = cls(config.lora, newest_model(Path(config.model.path)).absolute(), _digest(model))
-        if config.lora.keep_codes_only and not keep_codes_only(model):
-            raise RecipeError(
-                f"lora.keep_codes_only keeps a recipe's FP8 codes, and precision.recipe = {config.precision.recipe!r} "
-                "has none here; leave it out, or use 'blockwise'"
-            )
+        if config.lora.keep_codes_only:
+            recipes = [linear.recipe for linear in _linears(model) if linear.recipe is not None]
+            blocks = {recipe.weight.block_size for recipe in recipes if recipe.weight is not None}
+            if any(rows != columns for rows, columns in blocks) or not keep_codes_only(model):
+                raise RecipeError(
+                    "lora.keep_codes_only needs codes of square blocks or of one scale a tensor, got precision.recipe "
+                    f"= {config.precision.recipe!r}; leave it out, or use 'blockwise', 'tensorwise' or 'delayed'"
+                )
         return adapters
 
     def describe(self) -> dict[str, Any]:
@@ -211,7 +144,7 @@ class Adapters:
         """
         linears = dict(adapted_linears(model))
         base = model
-        if any(linear.weight is None for linear in linears.values()):
+        if any(linear.weight is None for linear in _linears(model)):
             base = load_model(self.base, dtype=model.dtype, trainable=True)
         values = {}
         for parameter in parameter_names(model.config):

@@ -1,5 +1,6 @@
 """`[lora]`: gradients of plain torch, a base that stays, checkpoints of adapters alone, PEFT's files, merged models."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from octavo import load_model
+from octavo.distributed.mesh import Mesh
 from octavo.errors import CheckpointError, ConfigError, RecipeError
 from octavo.models import Decoder, ModelConfig, load_tokenizer, save_model
+from octavo.models.checkpoint.record import read_recipe_state
 from octavo.nn import PackedContext
 from octavo.nn.weights import cached
 from octavo.testing import assert_bitwise, assert_sqnr
@@ -203,12 +206,12 @@ def test_targets_are_peft_s(make_lora: MakeConfig) -> None:
 @pytest.mark.parametrize(
     "sections",
     [
-        {"precision": {"recipe": "bf16"}},
+        {"precision": {"recipe": "bf16"}, "optimizer": {"state_dtype": "fp8", "master_weights": "remainder"}},
         {"checkpoint": {"every": 2, "async_mode": "async"}},
         {"precision": {"recipe": "delayed", "amax_history_len": 4}},
         {"lora": {"keep_codes_only": True}, "run": {"steps": 6, "recompute": "full"}},
     ],
-    ids=["bf16", "blockwise-async", "delayed", "codes-recompute"],
+    ids=["bf16-fp8-state", "blockwise-async", "delayed", "codes-recompute"],
 )
 def test_resume_is_bit_equal(sections: dict[str, Any], make_lora: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = quiet(make_lora("whole", **sections))
@@ -252,10 +255,37 @@ def test_merged_model_is_base_and_adapters(recipe: str, make_lora: MakeConfig, b
             assert (value != own).float().mean() < 0.01
         else:
             assert_bitwise(value, own, name)
+    if recipe == "delayed":
+        for name, scales in read_recipe_state(result.merged).items():
+            if name.endswith("o_proj.fp8_quant_scale"):  # slots: input, grad_output, weight
+                amax = merged.get_parameter(name.replace("fp8_quant_scale", "weight")).abs().max().float()
+                assert scales[2] == torch.tensor(448.0) / amax
     with_adapters = result.model
     if recipe != "bf16":
         merged = load_model(config.run.dir, recipe=with_adapters.numerics.recipe)
     assert_sqnr(logits(merged), logits(with_adapters), MERGED_SQNR[recipe], "logits")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gptj"])
+def test_every_layer_of_a_family_calls_its_adapters(family: str, tmp_path: Path) -> None:
+    """In fp32, where the merged model has the same logits: with biases, and with biases that an activation adds."""
+    heads = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16, "max_position_embeddings": 32}
+    kind = {"rotary_dim": 8} if family == "gptj" else {"attention_bias": family == "qwen2"}
+    tied = {"tie_word_embeddings": family != "gptj"}
+    model = Decoder(ModelConfig(family, 64, 32, 48, **heads, **kind, **tied), dtype=torch.float32)  # type: ignore[arg-type]
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, 0, 0.1)
+    section = LoraSection(rank=2)
+    add_adapters(model, section, 3)
+    model.set_numerics(model.numerics)
+    before = logits(model)
+    for _, linear in adapted_linears(model):
+        torch.nn.init.normal_(linear.lora_b, 0, 0.05)
+        found, own = logits(model), logits(Adapters(section, tmp_path, "").merged(model))
+        torch.testing.assert_close(own, found, rtol=0, atol=1e-4)
+        assert (found - before).abs().max() > 1e-2
+        before = found
 
 
 def test_a_finished_run_has_nothing_to_do_and_goes_on_when_asked(make_lora: MakeConfig) -> None:
@@ -289,7 +319,7 @@ def test_other_adapters_or_another_base_are_refused(make_lora: MakeConfig, base:
     assert quiet(make_lora(model={"path": str(moved)})).first_step == 4
 
 
-def test_refusals(make_lora: MakeConfig, make_config: MakeConfig) -> None:
+def test_refusals(make_lora: MakeConfig, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_raises(ConfigError, r"lora\.rank must be greater than or equal to 1, got 0", make_lora, lora={"rank": 0})
     assert_raises(
         ConfigError, r"plain LoRA, got use_dora.*octavo\.integrations\.peft", make_lora, lora={"use_dora": True}
@@ -302,8 +332,12 @@ def test_refusals(make_lora: MakeConfig, make_config: MakeConfig) -> None:
     assert_raises(ConfigError, "did you mean 'q_proj'", quiet, make_lora(lora={"target_modules": ["qproj"]}))
     assert_raises(ConfigError, "'lm_head' matches no linear", quiet, make_lora(lora={"target_modules": ["lm_head"]}))
     assert_raises(ConfigError, "names no linear", quiet, make_lora(lora={"target_modules": []}))
-    without_codes = make_lora(precision={"recipe": "bf16"}, lora={"keep_codes_only": True})
-    assert_raises(RecipeError, r"precision\.recipe = 'bf16' has none here", quiet, without_codes)
+    for recipe in ("bf16", "rowwise"):
+        without_codes = make_lora(precision={"recipe": recipe}, lora={"keep_codes_only": True})
+        assert_raises(RecipeError, rf"square blocks .* got precision\.recipe = '{recipe}'", quiet, without_codes)
+    on_ranks = dataclasses.replace(Mesh.single(), device_mesh=object())
+    monkeypatch.setattr("octavo.train.loop.Mesh.from_config", lambda *_: on_ranks)
+    assert_raises(ConfigError, "trains in one process, on one GPU, got several ranks", quiet, make_lora())
     assert_raises(ConfigError, "does not count adapters yet", plan_memory, make_lora())
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from octavo.distributed.mesh import Mesh  # a config section, whose library takes a while to import
 
 LATEST = "LATEST"
+MODEL_DIR = ModelExport.folder
 SHARDS = "trainer"
 _STATE, _DESCRIPTION = "trainer.safetensors", "trainer.json"
 _PREFIX = "step-"
@@ -206,7 +207,7 @@ class CheckpointStore:
                 if isinstance(write_model, ModelExport):
                     write_model.write(directory / write_model.folder, parameters, self._group)
                 else:
-                    write_model(directory / ModelExport.folder)
+                    write_model(directory / MODEL_DIR)
                 self._write_state(directory, state, cuts)
                 self._write_descriptions(directory, description)
             together(self._group, lambda: self._point_to(path) if is_first(self._group) else None)

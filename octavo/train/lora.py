@@ -131,8 +131,8 @@ class Adapters:
         linears = [linear for _, linear in adapted_linears(model)]
         num = sum(linear.lora_a.numel() + linear.lora_b.numel() for linear in linears)
         num_pairs = sum(len(linear.pair_rows) for linear in linears)
-        pairs = f"{num_pairs} adapters of rank {self.section.rank}"
-        return f"trained are {pairs}, {num / 1e6:.2f}M parameters beside these; {self.base} stays as it is"
+        rank = self.section.rank
+        return f"{num:,} more are trained, in {num_pairs} adapters of rank {rank}; {self.base} stays as it is"
 
     def merged(self, model: Decoder) -> Decoder:
         """A plain Decoder on the CPU with the adapters in its weights, in the model's numerics.

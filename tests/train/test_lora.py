@@ -72,7 +72,7 @@ def logits(model: Decoder) -> torch.Tensor:
         return model.logits(model(tokens, PackedContext.from_lengths([20, 12], model.numerics)))
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "bf16", "blockwise"])
+@pytest.mark.parametrize("recipe", ["fp32", pytest.param("bf16", marks=pytest.mark.slow), "blockwise"])
 def test_gradients_are_those_of_plain_torch(recipe: str, make_lora: MakeConfig, base: Path, tmp_path: Path) -> None:
     """transformers' model in fp32, with pairs from the exported files added to its linears' outputs."""
     transformers = pytest.importorskip("transformers")
@@ -129,7 +129,7 @@ def plain_gradients(
     return loss.item(), dict(zip(leaves, grads, strict=True))
 
 
-@pytest.mark.parametrize("codes_only", [False, True])
+@pytest.mark.parametrize("codes_only", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_run_learns_beside_a_base_that_stays(
     codes_only: bool, make_lora: MakeConfig, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,7 +206,10 @@ def test_targets_are_peft_s(make_lora: MakeConfig) -> None:
 @pytest.mark.parametrize(
     "sections",
     [
-        {"precision": {"recipe": "bf16"}, "optimizer": {"state_dtype": "fp8", "master_weights": "remainder"}},
+        pytest.param(
+            {"precision": {"recipe": "bf16"}, "optimizer": {"state_dtype": "fp8", "master_weights": "remainder"}},
+            marks=pytest.mark.slow,
+        ),
         {"checkpoint": {"every": 2, "async_mode": "async"}},
         {"precision": {"recipe": "delayed", "amax_history_len": 4}},
         {"lora": {"keep_codes_only": True}, "run": {"steps": 6, "recompute": "full"}},
@@ -266,7 +269,7 @@ def test_merged_model_is_base_and_adapters(recipe: str, make_lora: MakeConfig, b
     assert_sqnr(logits(merged), logits(with_adapters), MERGED_SQNR[recipe], "logits")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gptj"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen2", "gptj"])
 def test_every_layer_of_a_family_calls_its_adapters(family: str, tmp_path: Path) -> None:
     """In fp32, where the merged model has the same logits: with biases, and with biases that an activation adds."""
     heads = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16, "max_position_embeddings": 32}

@@ -25,6 +25,12 @@ FAILURES = "mutant-failures.txt"  # in the copy: a line a failure, "assertion" o
 TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
     ("octavo/numerics/formats.py", "tests/numerics/test_formats.py::test_published_limits", {
         "e4m3-max-240": ("max=info.max,", 'max=240.0 if name == "e4m3" else info.max,')}),
+    ("octavo/run/optimizer.py", "tests/train/test_lora.py::test_run_learns_beside_a_base_that_stays", {
+        "frozen-codes-at-each-step": ("trained_only=True", "trained_only=False")}),
+    ("octavo/nn/adapted_linear.py", "tests/train/test_lora.py::test_gradients_are_those_of_plain_torch", {
+        "adapters-without-alpha": ("down, b.t(), alpha=self.scale", "down, b.t(), alpha=1.0")}),
+    ("octavo/train/lora.py", "tests/train/test_lora.py::test_merged_model_is_base_and_adapters", {
+        "merged-under-the-base-s-scale": ("own.source.is_scaled = False", "pass")}),
     ("octavo/ops/attention/kv_scales.py",
      "tests/ops/attention/test_attention.py::test_a_calibrated_scale_is_amax_over_448", {
         "kv-max-240": ("FP8_MAX = torch.finfo(torch.float8_e4m3fn).max", "FP8_MAX = 240.0")}),

@@ -90,7 +90,9 @@ def print_result(result: TrainResult) -> None:
         when = "" if result.val_step == result.step else f", after step {result.val_step}"
         console.print(f"validation loss {result.val_loss:.4f}, perplexity {result.val_ppl:.2f}{when}")
     console.print(f"checkpoint {result.checkpoint}", soft_wrap=True)
-    model = result.checkpoint / "model"
+    model = result.merged or result.checkpoint / "model"
+    if not model.is_dir():  # of a run with adapters that has not ended
+        return
     chat = "--chat " if (model / "tokenizer.json").is_file() and load_tokenizer(model).chat_template else ""
     console.print(f"sample from it: octavo generate {model} {chat}-p ...", soft_wrap=True)
 

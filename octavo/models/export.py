@@ -40,7 +40,10 @@ class ModelExport:
 
     Attributes:
         tensors: octavo's name -> parameter, a DTensor where it is sharded.
+        folder: the name that it has in a checkpoint of a run.
     """
+
+    folder = "model"
 
     def __init__(
         self,

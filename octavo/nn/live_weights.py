@@ -144,17 +144,21 @@ def adopt_codes(module: nn.Module) -> None:
             child.source.mark_fresh(child.matrix, child.recipe)
 
 
-def mark_weights_updated(module: nn.Module) -> None:
+def mark_weights_updated(module: nn.Module, *, trained_only: bool = False) -> None:
     """Commit new weights: each Linear and Decoder under module moves to its next weight version, each Linear drops its
     8-bit copies.
 
     Copies of other modules' weights (octavo.autocast over torch.nn.Linear) are all dropped.
+
+    Args:
+        trained_only: an optimizer wrote them: Linears whose weight has requires_grad=False keep version and copies.
     """
     drop_plain_sources()
     for child in module.modules():
         for linear in (child, *(held for _, held in held_linears(child))):
             if isinstance(linear, Linear):
-                linear.weight_version += 1
+                is_frozen = linear.weight is None or not linear.weight.requires_grad
+                linear.weight_version += not (trained_only and is_frozen)
             elif "weight_version" in vars(linear):  # a Decoder's
                 vars(linear)["weight_version"] += 1
 

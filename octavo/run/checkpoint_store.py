@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from octavo.distributed.mesh import Mesh  # a config section, whose library takes a while to import
 
 LATEST = "LATEST"
-MODEL_DIR = "model"
+MODEL_DIR = ModelExport.folder
 SHARDS = "trainer"
 _STATE, _DESCRIPTION = "trainer.safetensors", "trainer.json"
 _PREFIX = "step-"
@@ -205,7 +205,7 @@ class CheckpointStore:
         try:
             with shared_directory(path, lambda _: True, self._group) as directory:
                 if isinstance(write_model, ModelExport):
-                    write_model.write(directory / MODEL_DIR, parameters, self._group)
+                    write_model.write(directory / write_model.folder, parameters, self._group)
                 else:
                     write_model(directory / MODEL_DIR)
                 self._write_state(directory, state, cuts)

@@ -10,7 +10,6 @@ import torch
 
 from octavo.distributed.cut import Cut
 from octavo.errors import ConfigError
-from octavo.models.decoder import Decoder
 from octavo.nn import mark_weights_updated
 from octavo.nn.cut_linear import parameter_cuts, sliced_parameters
 from octavo.numerics.infinity import take_infinity
@@ -148,8 +147,5 @@ class MasterAdamW(torch.optim.Optimizer):
         self._commit()
 
     def _commit(self) -> None:
-        """Move the model to the next weight version."""
-        if isinstance(self._model, Decoder):
-            self._model.mark_weights_updated()
-        else:
-            mark_weights_updated(self._model)
+        """Move the model to the next weight version; frozen weights, and their codes, stay."""
+        mark_weights_updated(self._model, trained_only=True)

@@ -16,6 +16,7 @@ from octavo.numerics import Numerics
 from octavo.parallel import CutReport, parallelize
 from octavo.run.build import build_model_config, watch_routers
 from octavo.train.config import PrecisionSection, RunSection, TrainConfig
+from octavo.train.lora import add_adapters
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -30,11 +31,11 @@ def check_seq_len(seq_len: int, architecture: ModelConfig) -> None:
 
 
 def build_model(config: TrainConfig, vocab_size: int, eos_id: int | None, device: torch.device) -> Decoder:
-    """The model at step 0, in the run's numerics: random weights by run.seed, or model.path's.
+    """The model at step 0, in the run's numerics: random weights by run.seed, or model.path's, with [lora]'s adapters.
 
     Raises:
         CheckpointError: model.path cannot be read.
-        ConfigError: it does not fit the tokenizer or data.seq_len.
+        ConfigError: it does not fit the tokenizer or data.seq_len; see add_adapters.
     """
     dtype = DTYPES[config.precision.dtype]
     if config.model.path:
@@ -45,6 +46,8 @@ def build_model(config: TrainConfig, vocab_size: int, eos_id: int | None, device
         model = Decoder(architecture, dtype=dtype, device=device, seed=config.run.seed)
     check_seq_len(config.data.seq_len, model.config)
     watch_routers(model, config.model).scale(1.0 / config.data.num_micro_batches)  # each adds its gradient
+    if config.lora is not None:
+        add_adapters(model, config.lora, config.run.seed)
     set_precision(model, config.precision)
     recompute_layers(model, config.run)
     return model

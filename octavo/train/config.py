@@ -2,12 +2,13 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     field_validator,
     model_validator,
@@ -196,6 +197,41 @@ def _joined(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield prefix + key, value
 
 
+class LoraSection(Config):
+    """Low-rank adapters beside the linears of model.path, whose own weights stay as they are; needs that key.
+
+    Args:
+        rank: r of A [r, in] and B [out, r].
+        alpha: the product B A counts alpha / rank times.
+        target_modules: which linears get a pair, by Hugging Face's names as PEFT matches them: a module's full name, or
+            the end of it after a dot ("q_proj", "mlp.down_proj"). "all-linear" is every one but lm_head.
+        keep_codes_only: of the base's linears in FP8 hold the codes alone, for less memory ("blockwise" and recipes of
+            one scale a tensor).
+    """
+
+    other_names: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("r", "lora_r", "lora_rank", "lora_dim"), "rank"),
+        "lora_alpha": "alpha",
+        **dict.fromkeys(("targets", "lora_target_modules", "lora_target"), "target_modules"),
+    }
+
+    rank: int = Field(default=16, ge=1)
+    alpha: PositiveFloat = 32.0
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    keep_codes_only: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unbuilt(cls, values: Any) -> Any:
+        for key in ("use_dora", "dropout", "lora_dropout", "use_rslora"):
+            if isinstance(values, dict) and key in values:
+                raise ValueError(
+                    f"octavo train has plain LoRA, got {key}; leave it out, or use octavo.integrations.peft, whose "
+                    "LoraConfig has it"
+                )
+        return values
+
+
 class CheckpointSection(Config):
     """When a checkpoint is written besides the last step's, and how many stay.
 
@@ -283,6 +319,7 @@ class TrainConfig(Config):
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
     precision: PrecisionSection = PrecisionSection()
+    lora: LoraSection | None = None
     checkpoint: CheckpointSection = CheckpointSection()
     metrics: MetricsSection = MetricsSection()
     statistics: StatisticsSection = StatisticsSection()
@@ -296,6 +333,8 @@ class TrainConfig(Config):
                 "parallel.reduction = 'ordered' adds gradients onto fp32 masters, got optimizer.master_weights = "
                 f"{self.optimizer.master_weights!r}; set it to 'fp32', or parallel.reduction = 'sum'"
             )
+        if self.lora is not None and not self.model.path:
+            raise ValueError("[lora] trains adapters of a checkpoint's weights, got no model.path; set it")
         if self.schedule.warmup_steps >= self.run.steps:
             raise ValueError(
                 f"schedule.warmup_steps={self.schedule.warmup_steps} must be below run.steps={self.run.steps}; "

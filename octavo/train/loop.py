@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -16,6 +16,7 @@ from octavo.errors import ConfigError
 from octavo.models import Decoder, Tokenizer
 from octavo.models.checkpoint.storage import check_writable
 from octavo.models.export import ModelExport
+from octavo.models.save import save_model
 from octavo.nn import ConversionReport
 from octavo.nn.load_balance import metrics_of
 from octavo.nn.router_watch import RouterWatch
@@ -36,6 +37,7 @@ from octavo.train.build import DTYPES, build_model, cut_linears
 from octavo.train.config import TrainConfig
 from octavo.train.dataset import Dataset, load_dataset
 from octavo.train.evaluate import perplexity, validation_loss
+from octavo.train.lora import AdapterExport, Adapters
 from octavo.train.memory_plan import describe_model
 from octavo.train.nonfinite import explain_nonfinite
 from octavo.train.progress import TrainProgress
@@ -45,6 +47,8 @@ from octavo.train.statistics import STATISTICS_FILE, RunStatistics
 from octavo.train.step import TrainStepResult, summed_loss, train_step
 
 CHECKPOINTS = "checkpoints"
+MERGED = "model"  # where octavo generate and serve look in a run's folder
+_OF_A_RUN = (METRICS_FILE, STATISTICS_FILE, TENSORBOARD_DIR, SINKS_FILE, CHECKPOINTS, MERGED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +61,13 @@ class TrainResult:
         rows: its metrics, those before a resume included.
         val_loss: of the last validation; None if a stop came before any.
         val_ppl: of the last validation; None if a stop came before any.
-        checkpoint: the last checkpoint's directory; its model/ loads with octavo.load_model.
-        model: as it is at the end.
+        checkpoint: the last checkpoint's directory; its model/ loads with octavo.load_model. Under [lora] it has
+            adapter/ instead, PEFT's files.
+        model: as it is at the end; under [lora] the base with its adapters.
         tokenizer: as it is at the end.
         conversion_report: which linears ran in FP8, which did not, and why.
         stopped_by: the signal that ended the run early, or None.
+        merged: under [lora] the folder of the model with the adapters in its weights; None before the last step.
     """
 
     step: int
@@ -74,6 +80,7 @@ class TrainResult:
     conversion_report: ConversionReport
     stopped_by: str | None = None
     first_step: int = 0
+    merged: Path | None = None
 
     @property
     def val_step(self) -> int | None:
@@ -114,6 +121,8 @@ def train(
     mesh = Mesh.from_config(config.parallel, config.run.device)
     run = _Run.build(config, mesh)
     num_bytes = num_checkpoint_bytes(run.model, run.optimizer, run.export())
+    if run.adapters is not None:  # and the merged model
+        num_bytes += run.model.num_params * run.model.dtype.itemsize
     check_writable(config.run.dir, "run.dir", num_bytes=num_bytes)
     with locked_folder(config.run.dir, mesh), deterministic(config.run.deterministic):
         try:
@@ -139,9 +148,12 @@ class _Run:
     mesh: Mesh
     cutting: CutReport | None
     sharding: ShardReport | None
+    adapters: Adapters | None
 
     @classmethod
     def build(cls, config: TrainConfig, mesh: Mesh) -> Self:
+        if config.lora is not None and mesh.device_mesh is not None:
+            raise ConfigError("[lora] trains in one process, on one GPU, got several ranks; start it without torchrun")
         device = mesh.device if mesh.device_mesh is None else torch.device("cpu")  # where it is cut and sharded
         check_agreement(dict(flatten(config.model_dump(mode="json"), "config.")) | describe_process())
         mesh.own_share(config.data.num_micro_batches)
@@ -154,7 +166,7 @@ class _Run:
         check_agreement({"the data": dataset.fingerprint})
         tokenizer = dataset.tokenizer
         model = build_model(config, tokenizer.vocab_size, tokenizer.eos_id, device)
-        cutting, sharding = None, None
+        adapters, cutting, sharding = Adapters.of_run(model, config), None, None
         if mesh.world_size > 1 and config.optimizer.master_weights == "fp32":
             model.float()  # fp32 shards are the masters; layers are gathered in the run's dtype
         if mesh.tensor_group is not None:
@@ -174,13 +186,13 @@ class _Run:
         folder = config.run.dir / CHECKPOINTS
         store = CheckpointStore(folder, config.checkpoint.keep, mesh, is_async=is_async, optimizer=optimizer)
         routers = watch_routers(model, config.model, measures=True)
-        return cls(config, dataset, model, optimizer, store, routers, mesh, cutting, sharding)
+        return cls(config, dataset, model, optimizer, store, routers, mesh, cutting, sharding, adapters)
 
     def train(self, on_step: Callable[[Row], None] | None, progress: bool, resume: bool) -> TrainResult:
         """Train to the end, or until asked to stop."""
         config = self.config
         if not resume and self.mesh.is_first:
-            move_aside(config.run.dir, (METRICS_FILE, STATISTICS_FILE, TENSORBOARD_DIR, SINKS_FILE, CHECKPOINTS))
+            move_aside(config.run.dir, _OF_A_RUN)
         self.mesh.barrier()
         first_step, notes = self.resume()
         if config.checkpoint.async_mode == "async":
@@ -245,7 +257,7 @@ class _Run:
         if checkpoint is None:
             torch.manual_seed(self.config.run.seed)
             return 0, []
-        changes = check_continues(checkpoint.description, describe(0, self.config, self.model, self.dataset))
+        changes = check_continues(checkpoint.description, self.describe(0))
         if checkpoint.step > self.config.run.steps:
             raise ConfigError(
                 f"{checkpoint.path} is at step {checkpoint.step}, run.steps is {self.config.run.steps}; raise it, or "
@@ -284,6 +296,7 @@ class _Run:
             f"{self.model.num_params / 1e6:.2f}M parameters in {self.config.precision.dtype} on {self.place}; "
             f"recipe {recipe}: {len(report.fp8_names)} of {len(report.rows)} linears in FP8, "
             f"{report.fp8_flop_share:.1%} of linear FLOPs",
+            *([] if self.adapters is None else [self.adapters.summary(self.model)]),
             *overridden,
             *([] if self.cutting is None else [str(self.cutting)]),
             *([] if self.sharding is None else [self.sharding.summary]),
@@ -350,16 +363,31 @@ class _Run:
         self.mesh.at(f"step {step}: save")
         metrics.sync()
         self.store.save(
-            describe(step, self.config, self.model, self.dataset),
+            self.describe(step),
             trainer_state(self.model, self.optimizer),
             self.export(),
             self.optimizer.state_cuts(),
         )
         return step
 
+    def describe(self, step: int) -> dict[str, Any]:
+        """See resume.describe."""
+        return describe(step, self.config, self.model, self.dataset, self.adapters)
+
     def export(self) -> ModelExport:
-        """The servable checkpoint of the model as it is."""
+        """The servable checkpoint of the model as it is, or its adapters alone."""
+        if self.adapters is not None:
+            return AdapterExport(self.model, self.dataset.tokenizer, self.adapters)
         return ModelExport(self.model, self.dataset.tokenizer, dtype=DTYPES[self.config.precision.dtype])
+
+    def merge(self, first_step: int, step: int) -> Path | None:
+        """Write the model with the adapters in its weights, after the last step of a run that has some: its folder."""
+        folder = self.config.run.dir / MERGED
+        if self.adapters is None or step < self.config.run.steps:
+            return None
+        if step > first_step or not folder.is_dir():
+            save_model(self.adapters.merged(self.model), folder, tokenizer=self.dataset.tokenizer)
+        return folder
 
     def finish(self, first_step: int, step: int, metrics: MetricsWriter, stop: StopRequest) -> TrainResult:
         """The result, from the last validation and the last checkpoint."""
@@ -378,6 +406,7 @@ class _Run:
             conversion_report=self.model.conversion_report,
             stopped_by=reasons[0] if reasons and step < self.config.run.steps else None,
             first_step=first_step,
+            merged=self.merge(first_step, step),
         )
 
 

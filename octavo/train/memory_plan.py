@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from octavo.distributed.tensor_group import TensorGroup
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.models import Decoder
 from octavo.models.config import ModelConfig
 from octavo.models.tokenizer import load_tokenizer
@@ -119,6 +119,8 @@ def plan_memory(config: TrainConfig) -> MemoryPlan:
         RecipeError: as the run itself would.
         CheckpointError: as the run itself would.
     """
+    if config.lora is not None:
+        raise ConfigError("--plan does not count adapters yet, got a [lora] section; leave one of the two out")
     device = find_device(config.run.device)
     model = describe_model(config)
     num_tokens = config.data.seq_len * (config.data.micro_batch_size or config.data.batch_size)

@@ -8,12 +8,15 @@ from octavo.models import Decoder
 from octavo.run.checkpoint_store import changes, describe_model, flatten
 from octavo.train.config import TrainConfig
 from octavo.train.dataset import Dataset
+from octavo.train.lora import Adapters, check_adapters
 
 # Facts of an architecture that change no parameter's shape or meaning.
 _FREE = {"max_position_embeddings"}
 
 
-def describe(step: int, config: TrainConfig, model: Decoder, dataset: Dataset) -> dict[str, Any]:
+def describe(
+    step: int, config: TrainConfig, model: Decoder, dataset: Dataset, adapters: Adapters | None = None
+) -> dict[str, Any]:
     """trainer.json: everything but tensors, as plain JSON values."""
     assert model.conversion_report is not None, "the model's numerics are set when it is built"
     return {
@@ -26,6 +29,7 @@ def describe(step: int, config: TrainConfig, model: Decoder, dataset: Dataset) -
         "fp8_linears": list(model.conversion_report.fp8_names),
         "linear_recipes": {row.name: row.recipe or "bf16" for row in model.conversion_report.rows},
         "config": config.model_dump(mode="json"),
+        **({} if adapters is None else {"lora": adapters.describe()}),
     }
 
 
@@ -35,7 +39,7 @@ def check_continues(description: Mapping[str, Any], current: Mapping[str, Any]) 
     Returns:
         What changed and is allowed to, for a person to read.
     Raises:
-        CheckpointError: another architecture or another tokenizer.
+        CheckpointError: another architecture, another tokenizer, other adapters or another base of theirs.
     """
     theirs, ours = description["architecture"], current["architecture"]
     different = [key for key in ours if key not in _FREE and theirs.get(key) != ours[key]]
@@ -49,6 +53,7 @@ def check_continues(description: Mapping[str, Any], current: Mapping[str, Any]) 
             "the checkpoint was trained with another tokenizer (was it trained again, on changed text?); set "
             "data.tokenizer to the checkpoint's model/tokenizer.json, or start over with --no-resume"
         )
+    check_adapters(description.get("lora", {}), current.get("lora", {}))
     # keys that are newer than the checkpoint have the values that they had not
     before = dict(flatten(TrainConfig().model_dump(mode="json"))) | dict(flatten(description["config"]))
     notes = list(changes(before, current["config"]).values())

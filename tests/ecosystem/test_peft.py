@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import nn
 
@@ -16,7 +17,9 @@ import octavo
 import octavo.models
 from octavo.errors import ConfigError, RecipeError
 from octavo.testing import assert_bitwise
+from octavo.train import train as octavo_train
 from tests.integrations.toy_trainer import BATCH, LEARNING_RATE, TOKENS, make_model, make_rows, make_trainer
+from tests.train.conftest import build_config, write_corpus
 
 peft = pytest.importorskip("peft")  # the ordinary suite collects this file too
 
@@ -266,3 +269,25 @@ def test_the_example_learns_and_saves_an_adapter(tmp_path: Path) -> None:
     losses = [row["loss"] for row in json.loads(state.read_text())["log_history"] if "loss" in row]
     assert sum(losses[-3:]) < sum(losses[:3]) - 1
     assert all("lora_" in key for key in load_file(tmp_path / "out" / "adapter_model.safetensors"))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "layers.1.mlp.down_proj"]])
+def test_adapters_of_octavo_train_load_in_peft(targets: Any, tmp_path: Path) -> None:
+    """PeftModel.from_pretrained over transformers' model of the base: the logits of octavo's own, and of its merge."""
+    corpus = write_corpus(tmp_path / "corpus.jsonl")
+    options = {"precision": {"recipe": "bf16", "dtype": "fp32"}, "run": {"steps": 8}, "optimizer": {"lr": 1e-2}}
+    base = octavo_train(build_config(corpus, tmp_path, "base", **options), progress=False).checkpoint / "model"
+    options |= {"model": {"path": str(base)}, "lora": {"rank": RANK, "target_modules": targets}}
+    result = octavo_train(build_config(corpus, tmp_path, "lora", **options), progress=False)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    tokens = torch.arange(100, 132)
+    before = theirs(tokens[None]).logits[0].detach()
+    adapted = peft.PeftModel.from_pretrained(theirs, str(result.checkpoint / "adapter"))
+    assert len(adapted.targeted_module_names) == (14 if targets == "all-linear" else 3)
+    with torch.no_grad():
+        found = adapted(tokens[None]).logits[0]
+        context = octavo.nn.PackedContext.from_lengths([32], result.model.numerics)
+        for model in (result.model, octavo.load_model(result.merged, dtype=torch.float32)):
+            own = model.logits(model(tokens, context))
+            torch.testing.assert_close(own, found, rtol=0, atol=1e-4)
+    assert (found - before).abs().max() > 0.01

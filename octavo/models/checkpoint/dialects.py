@@ -76,6 +76,10 @@ def read_config(path: str | Path) -> dict[str, Any]:
     model = model_of_run(Path(path))
     if model is not None:
         raise CheckpointError(f"{path} is the folder of a training run; its newest model is in {model}")
+    if (Path(path) / "adapter_config.json").is_file() and not file.is_file():
+        raise CheckpointError(
+            f"{path} holds PEFT's adapters alone; give the merged model (of octavo train: model/ in the run's folder)"
+        )
     if not file.is_file():
         raise CheckpointError(
             f"{path}: no {CONFIG_FILE} there; give a local checkpoint directory (names on a hub are not looked up: "

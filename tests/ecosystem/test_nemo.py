@@ -12,6 +12,7 @@ import torch
 import octavo
 from octavo.errors import BackendError
 from octavo.testing import assert_bitwise
+from tests.ecosystem.cases import cases
 from tests.ecosystem.launched import ROOT, finish, import_again, kill_a_rank, launch
 from tests.ecosystem.plain_run import STEPS, Case
 from tests.forks import PRELOADED
@@ -23,22 +24,15 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("nemo_automodel") is None, reason="needs ecosystem/nemo.txt"),
 ]
 
-# Each pair of recipe, ranks, micro-batches, fresh or resumed, is in some case. Stage 3 is FSDP2, which one process runs
-# without; dtype says where updates are summed: in bf16 weights by torch's AdamW, in fp32 masters by octavo's. A state
-# that one rank saved must be that of all: only "recent" scales would show it. With micro-batches FSDP2's gathered
-# weights are quantized again, so that delayed scaling has plain torch's bits where its scales change once a step.
-ALONE = [
-    Case(3, "blockwise", "bf16", 1),
-    Case(3, "rowwise", "bf16", 4, resumed=True),
-    Case(3, "delayed", "fp32", 1, resumed=True),
-]
+# Stage 3 is FSDP2, which one process runs without, stage 0 DDP; dtype says where updates are summed: in bf16 weights by
+# torch's AdamW, in fp32 masters by octavo's.
+FSDP = [{"stage": 3, "dtype": dtype} for dtype in ("bf16", "fp32")]
+ALONE = cases(1, Case, *FSDP)
 TOGETHER = [
-    Case(3, "blockwise", "fp32", 4, resumed=True),
-    Case(3, "rowwise", "bf16", 1),
+    *cases(2, Case, *FSDP, {"stage": 0, "dtype": "bf16"}),
     Case(3, "delayed-step", "bf16", 4),
     Case(3, "delayed-recent", "bf16", 1, resumed=True),
     Case(0, "blockwise", "bf16", 4),
-    Case(0, "delayed", "bf16", 1, resumed=True),
 ]
 
 
@@ -52,12 +46,12 @@ def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any
     return shown_by(2, TOGETHER, tmp_path_factory)
 
 
-def shown_by(world_size: int, cases: list[Case], folders: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def shown_by(world_size: int, shown: list[Case], folders: pytest.TempPathFactory) -> list[dict[str, Any]]:
     from tests.ecosystem.nemo_ranks import ranks
 
     if ranks.__module__ not in PRELOADED:
         PRELOADED.append(ranks.__module__)  # NeMo takes half a minute to import
-    return run_ranks(ranks, world_size, cases, str(folders.mktemp("ranks")))
+    return run_ranks(ranks, world_size, shown, str(folders.mktemp("ranks")))
 
 
 @pytest.mark.parametrize("index", range(len(ALONE)), ids=map(str, ALONE))

@@ -179,7 +179,7 @@ def test_another_deepspeed_is_refused(version: str | None, words: str, monkeypat
     [
         ("deepspeed.linear.quantization", "DeepSpeed's own FP8"),
         ("transformer_engine.pytorch.module.linear", "TransformerEngine"),
-        ("torchao.float8.float8_linear", "torchao's float8"),
+        ("torchao.float8.float8_linear", "torchao"),
     ],
 )
 def test_another_fp8_backend_is_named_beside_octavo(module: str, name: str) -> None:

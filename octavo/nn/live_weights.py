@@ -170,14 +170,16 @@ def keep_codes_only(module: nn.Module) -> int:
 
     Args:
         module: its octavo linears whose weight has requires_grad=False are changed; others stay. Where linears in FP8
-            are there and none of them is frozen, a warning says so.
+            are there and none of them is frozen, a warning says so; another one where parameters beside them train, and
+            a backward through their codes cannot be.
     Returns:
         Bytes of high-precision weights that were given up.
     Raises:
         NonFiniteError: a parameter is inf or NaN; nothing was given up.
     """
     check_finite_weights(module)
-    saved, num_trained, holds_codes = 0, 0, False
+    trains = any(parameter.requires_grad for parameter in module.parameters())
+    saved, num_trained, num_forward_only, holds_codes = 0, 0, 0, False
     for child in module.modules():
         if not isinstance(child, Linear):
             continue
@@ -187,12 +189,22 @@ def keep_codes_only(module: nn.Module) -> int:
                 num_trained += 1
                 continue
             saved += child.weight.nbytes
+            assert recipe.weight is not None, "it is in FP8"
+            rows, columns = recipe.weight.block_size
+            num_forward_only += trains and rows != columns and recipe.grad_output is not None
             child.keep_codes_only(recipe)
         holds_codes |= child.weight is None
     if num_trained and not holds_codes:
         warnings.warn(
             f"keep_codes_only kept all {num_trained} weights of linears in FP8, since each has requires_grad=True; "
             "call model.requires_grad_(False) first",
+            stacklevel=2,
+        )
+    if num_forward_only:
+        warnings.warn(
+            f"keep_codes_only kept codes of {num_forward_only} linears which no backward can transpose, and other "
+            "parameters of the model train: gradients through these linears will be an error; use 'blockwise' or a "
+            "recipe of one scale a tensor",
             stacklevel=2,
         )
     return saved

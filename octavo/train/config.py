@@ -2,9 +2,10 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
+    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -197,6 +198,11 @@ def _joined(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield prefix + key, value
 
 
+def _as_tuple(value: Any) -> Any:
+    """pydantic's strict mode takes no list for a tuple once a validator has seen it, as a file's are."""
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
 class LoraSection(Config):
     """Low-rank adapters beside the linears of model.path, whose own weights stay as they are; needs that key.
 
@@ -204,7 +210,7 @@ class LoraSection(Config):
         rank: r of A [r, in] and B [out, r].
         alpha: the product B A counts alpha / rank times.
         target_modules: which linears get a pair, by Hugging Face's names as PEFT matches them: a module's full name, or
-            the end of it after a dot ("q_proj", "mlp.down_proj"). "all-linear" is every one but lm_head.
+            the end of it after a dot ("q_proj", "mlp.down_proj"), one or a list. "all-linear" is every one but lm_head.
         keep_codes_only: of the base's linears in FP8 hold the codes alone, for less memory ("blockwise" and recipes of
             one scale a tensor).
     """
@@ -217,7 +223,7 @@ class LoraSection(Config):
 
     rank: int = Field(default=16, ge=1)
     alpha: PositiveFloat = 32.0
-    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    target_modules: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ("all-linear",)
     keep_codes_only: bool = False
 
     @model_validator(mode="before")

@@ -66,7 +66,7 @@ def _module(name: str) -> str:
 def _choose(modules: list[str], section: LoraSection) -> set[str]:
     """The modules that the section names, as PEFT matches them."""
     targets = section.target_modules
-    if targets == "all-linear":
+    if targets == ("all-linear",):
         return set(modules)
     found = {target: {name for name in modules if f".{name}".endswith(f".{target}")} for target in targets}
     ends = sorted({name.rpartition(".")[2] for name in modules})

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from octavo.errors import DataError
+from octavo.models.checkpoint.dialects import newest_model
 from octavo.models.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from octavo.train.cache import open_entry
 from octavo.train.config import DataSection
@@ -63,7 +64,7 @@ def find_tokenizer(data: DataSection, tokenizer_path: str) -> Tokenizer | None:
         CheckpointError: it cannot be read.
         DataError: it has no end-of-sequence token.
     """
-    path = data.tokenizer or tokenizer_path
+    path = data.tokenizer or (newest_model(Path(tokenizer_path)) if tokenizer_path else "")
     tokenizer = load_tokenizer(path) if path else None
     if tokenizer is not None and tokenizer.eos_id is None:
         raise DataError(f"the tokenizer {path} has no end-of-sequence token; name one in tokenizer_config.json")

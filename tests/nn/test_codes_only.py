@@ -1,5 +1,7 @@
 """FP8-only weights: frozen linears that give up their high-precision copy."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -56,6 +58,20 @@ def test_trained_linears_keep_their_weight():
     module.fc1.weight.requires_grad = False
     assert nn.keep_codes_only(module) == module.fc1.in_features * module.fc1.out_features * 2
     assert nn.keep_codes_only(module) == 0  # and no warning: fc2 is trained, as adapters are
+
+
+def test_codes_that_no_backward_takes_are_said_where_something_trains():
+    for trained in (False, True):
+        module = build("rowwise").requires_grad_(False)
+        module.norm.weight.requires_grad = trained
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            nn.keep_codes_only(module)
+        assert [str(each.message)[:80] for each in caught] == (
+            ["keep_codes_only kept codes of 2 linears which no backward can transpose, and oth"] if trained else []
+        )
+    with pytest.raises(RecipeError, match="a backward with such scales needs the high-precision weight"):
+        step(module, torch.randn(8, 256).bfloat16())
 
 
 def test_a_state_dict_without_the_codes_is_said_and_an_export_has_them(generator):

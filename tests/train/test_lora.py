@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from octavo import load_model
+from octavo.config import load_config
 from octavo.distributed.mesh import Mesh
 from octavo.errors import CheckpointError, ConfigError, RecipeError
 from octavo.models import Decoder, ModelConfig, load_tokenizer, save_model
@@ -51,6 +52,25 @@ def base(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint that was trained a little."""
     config = build_config(corpus, tmp_path_factory.mktemp("base"), run={"steps": 12}, optimizer={"lr": 1e-2})
     return quiet(config).checkpoint / "model"
+
+
+@pytest.mark.parametrize(("given", "read"), [('["q_proj", "v_proj"]', ("q_proj", "v_proj")), ('"q_proj"', ("q_proj",))])
+def test_a_file_names_targets(given: str, read: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "lora.toml"
+    file.write_text(f'[model]\npath = "base"\n[lora]\nrank = 4\nalpha = 32\ntarget_modules = {given}\n')
+    section = load_config(TrainConfig, file).lora
+    assert section is not None and (section.target_modules, section.alpha) == (read, 32.0)
+    same = load_config(TrainConfig, file, [f"lora.target_modules={given}"]).lora
+    assert same == section == load_config(TrainConfig, file, ["lora.rank=4"]).lora
+    with pytest.raises(ConfigError, match=r"lora\.target_modules must be a valid .*, got 3"):
+        load_config(TrainConfig, file, ["lora.target_modules=3"])
+
+
+def test_the_base_may_be_a_runs_folder(make_config: MakeConfig, base: Path) -> None:
+    config = make_config(
+        "on", model={"path": str(base.parents[2])}, run={"steps": 1}, schedule={"warmup_steps": 0}, lora={"rank": RANK}
+    )
+    assert json.loads((quiet(config).checkpoint / "trainer.json").read_text())["lora"]["base"] == str(base)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from octavo.models.checkpoint.dialects import read_config
 from octavo.serve import LLM
 from octavo.serve.engine import Engine, EngineConfig, served_batched_tokens
 from octavo.serve.model_choice import as_dtype, check_checkpoint, eos_ids_of_generation
-from octavo.serve.tensor_workers import TensorParallel, chosen_device
+from octavo.serve.tensor_workers import EngineOrder, TensorParallel, chosen_device
 
 _OF_A_RUN = re.compile(r"([^/]+)/checkpoints/step-0*(\d+)/model")  # a checkpoint of octavo train or octavo rl
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -152,12 +152,18 @@ class Asked:
             RecipeError: see check_checkpoint.
             CheckpointError: see check_checkpoint.
             BackendError: see check_checkpoint.
+            ShapeError: tensor-parallel ranks that do not divide the model.
         """
         as_dtype(self.dtype)
         size, mode = self.tensor_parallel
         TensorParallel(size, mode).check(chosen_device(self.how["device"]))
         check_checkpoint(self.model, limits=self.limits, **self.how)
         eos_ids_of_generation(self.model)
+        if size > 1:
+            names = ("quantization", "kv_cache_dtype", "exact", "device", "attention_dtype", "dtype", "kv_scales")
+            how = self.how | {"dtype": as_dtype(self.dtype)}
+            asked, parallel = tuple(how[name] for name in names), TensorParallel(size, mode)
+            EngineOrder(self.model, None, asked, self.limits, (), parallel).check()
         if self.limits.enable_return_routed_experts and not ModelConfig.from_hf(read_config(self.model)).num_experts:
             raise ConfigError("--enable-return-routed-experts: this model has no experts; leave it out")
         if self.tokenizer is not None and not self.tokenizer.exists():

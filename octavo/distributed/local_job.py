@@ -15,6 +15,7 @@ from octavo.errors import ConfigError
 _TIMEOUT = datetime.timedelta(seconds=60)
 # at NCCL's end torch ends the process, so what can say why comes first: a server's --step-timeout
 _NCCL_TIMEOUT = datetime.timedelta(seconds=600)
+_is_own = False  # the job that this process is in was made here
 
 
 def open_store() -> TCPStore:
@@ -23,17 +24,23 @@ def open_store() -> TCPStore:
     Raises:
         ConfigError: this process is in a job already.
     """
+    if dist.is_initialized() and _is_own:
+        raise ConfigError(
+            "this process has another LLM(tensor_parallel_size=...); close it first: llm.close(), or `with LLM(...) as "
+            "llm`"
+        )
     if dist.is_initialized():
         raise ConfigError(
             "this process is part of a torch.distributed job already, so it cannot start one; under torchrun, call "
-            "octavo.parallel.parallelize on every rank and make an LLM of the model there; close another "
-            "LLM(tensor_parallel_size=...) first: llm.close(), or `with LLM(...) as llm`"
+            "octavo.parallel.parallelize on every rank and make an LLM of the model there"
         )
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
 
 
 def join(store: TCPStore, rank: int, size: int, device: torch.device) -> TensorGroup:
     """Become a rank; all of them come here."""
+    global _is_own
+    _is_own = True
     if device.type == "cuda":
         torch.cuda.set_device(device)
         limit = _NCCL_TIMEOUT
@@ -66,6 +73,8 @@ def launchers_store() -> Any:
 
 def leave() -> None:
     """Forget the job, whatever became of the others."""
+    global _is_own
+    _is_own = False
     if dist.is_initialized():
         dist.destroy_process_group()
     else:  # a rank was lost as they met

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 import subprocess
 import threading
 import time
@@ -74,15 +75,17 @@ class RankWatch:
                     return LostRankError(f"{_name(rank, process)} {how_ended(code)}{_ADVICE}")
         return self.error
 
-    def kill(self) -> None:
-        """End the ranks at once."""
-        for process in self._processes:
-            process.kill()
-
     def end_silent(self, error: BaseException) -> LostRankError:
         """End the ranks, of which one does not answer though none has ended; what there is to say."""
-        self.error = LostRankError(f"{self._hung_names()} did not answer: {error}{_ADVICE}")
-        self.kill()
+        return self._end_for(f"did not answer: {plain(error)}{_ADVICE}")
+
+    def end_with_server(self) -> None:
+        """End the ranks of a server that ends, though a call waits for one of them."""
+        self._end_for("did not answer, and was ended with the server")
+
+    def _end_for(self, reason: str) -> LostRankError:
+        self.error = LostRankError(f"{self._hung_names()} {reason}")
+        self._kill()
         return self.error
 
     def _watch(self) -> None:
@@ -93,7 +96,7 @@ class RankWatch:
             return
         self.error = error
         logger.error("%s", error)
-        self.kill()  # without all of them the others compute nothing
+        self._kill()  # without all of them the others compute nothing
         self.on_lost(error, False)
         self._end_if_stuck(error)
 
@@ -108,6 +111,13 @@ class RankWatch:
         ranks = [*enumerate(self._processes, 1)]
         return ", ".join(_name(*each) for each in [each for each in ranks if _is_stopped(each[1])] or ranks)
 
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1.0)
+
     def _end_if_stuck(self, error: LostRankError) -> None:
         deadline = time.monotonic() + _GRACE_S
         while self._call is not None and not self._is_closing.wait(0.05):
@@ -120,12 +130,17 @@ class RankWatch:
                 return
 
 
-_ADVICE = "; all requests ended with it: make a new LLM, or restart the server"
+_ADVICE = "; all requests ended with it: make a new LLM, or restart the server (a router restarts its replicas)"
 
 
 def how_ended(code: int) -> str:
     """In words, a process's exit code."""
     return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+def plain(error: BaseException) -> str:
+    """An error's text without the place in torch's sources that gloo puts before it."""
+    return re.sub(r"^\[[^\]]*\] *", "", str(error)).partition("\n")[0]
 
 
 def _name(rank: int, process: "subprocess.Popen[bytes]") -> str:

@@ -19,6 +19,7 @@ from octavo.distributed.agreement import check_versions
 from octavo.errors import LostWeightsError, OctavoError
 from octavo.serve.engine import Engine
 from octavo.serve.engine.request import RequestState
+from octavo.serve.rank_watch import plain
 from octavo.serve.tensor_updates import UpdateFollower
 from octavo.serve.tensor_workers import EngineOrder, rank_device
 
@@ -46,7 +47,12 @@ def main(arguments: list[str]) -> None:
         raise
     thread = threading.Thread(target=updates.run, args=(Connection(updates_fd),), daemon=True)
     thread.start()
-    Repeater(engine, updates).run(calls)
+    try:
+        Repeater(engine, updates).run(calls)
+    except RuntimeError as error:  # of a collective
+        if os.getppid() == parent:
+            raise
+        sys.exit(f"tensor-parallel rank {rank} ends: the first rank is gone ({plain(error)})")
     thread.join()  # the first rank hangs up on both
 
 

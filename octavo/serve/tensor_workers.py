@@ -105,15 +105,32 @@ class EngineOrder:
 
         def cut(model: Decoder) -> None:
             report = parallelize(model, local_job.future_group(rank, self.parallel.size), mode=self.parallel.mode)
-            logger.info("%d tensor-parallel ranks: %s", self.parallel.size, report)
             on_cut()
+            logger.info("%d tensor-parallel ranks: %s", self.parallel.size, report)
 
         model = load_for_inference(self.path, *asked, cut=cut)
         return model, None if self.tokenizer is None else load_tokenizer(self.tokenizer)
 
+    def check(self) -> None:
+        """Refuse what does not go among the ranks, by the checkpoint's config and the names of its tensors.
+
+        Raises:
+            ConfigError: see parallelize; ShapeError and RecipeError too.
+        """
+
+        def stop() -> None:
+            raise _FitsError
+
+        with contextlib.suppress(_FitsError):
+            self.load(0, stop)
+
     def device(self, rank: int) -> torch.device:
         """A rank's own."""
         return rank_device(chosen_device(self.asked[3]), rank)
+
+
+class _FitsError(Exception):
+    """All that has to be known before values are read."""
 
 
 class TensorWorkers:
@@ -268,7 +285,7 @@ class LeadingEngine(Engine):
             on_lost(lost, False)
 
     def kill_ranks(self) -> None:
-        self.workers.watch.kill()
+        self.workers.watch.end_with_server()
 
     def close(self) -> None:
         self.model_runner.drop_cache()  # NCCL's communicator waits for the graphs that it is in

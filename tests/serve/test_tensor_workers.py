@@ -108,7 +108,7 @@ def test_a_closed_llm_makes_way_for_the_next(checkpoint: Path) -> None:
             (worker,) = processes(llm)
             found.append(seeded(llm, [ids(1, 5).tolist()]))
             if len(found) == 1:
-                with pytest.raises(ConfigError, match=r"part of a torch.distributed job .*llm\.close\(\)"):
+                with pytest.raises(ConfigError, match=r"another LLM.* close it first: llm\.close\(\)"):
                     LLM(checkpoint, tensor_parallel_size=2, **FP8, **LIMITS)
         assert worker.poll() is not None
         llm.close()
@@ -385,7 +385,8 @@ def test_an_idle_server_says_at_once_that_a_rank_has_ended(checkpoint: Path) -> 
         deadline = time.monotonic() + 5
         while httpx.get(f"{two.url}/health").status_code == 200 and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert httpx.get(f"{two.url}/health").status_code == 503
+        health = httpx.get(f"{two.url}/health")
+        assert health.status_code == 503 and "was killed by signal 9" in health.json()["error"]
         ready = httpx.get(f"{two.url}/ready")
         assert ready.status_code == 503 and "Retry-After" not in ready.headers
         refused = httpx.post(f"{two.url}/v1/completions", json={"prompt": "a"}, timeout=10)
@@ -429,6 +430,7 @@ def test_a_server_whose_rank_hangs(checkpoint: Path, ended_by: str) -> None:
             assert "the server shut down before" in answers[0].json()["error"]["message"]
         code, log = two.end()
     assert code == 1 and "Traceback" not in log
+    assert "was killed by signal" not in log and "did not answer" in log
 
 
 @pytest.mark.slow
@@ -443,6 +445,21 @@ def test_a_server_of_two_ranks_under_torchrun(checkpoint: Path) -> None:
         _, log = two.end()  # torchrun counts a signal as a failure
     assert log.count("listening at") == 1 and "2 tensor-parallel ranks" in log
     assert "1 requests admitted; sequences ended: 0 stop, 1 length, 0 abort, 0 error; 0 open" in log
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--tensor-parallel-size", "5"), "divide the KV heads or be a multiple of them; got 5 ranks"),
+        (("--tensor-parallel-size", "2", "--tensor-parallel-mode", "reduce", "--exact"), "mode='reduce' is not exact"),
+    ],
+)
+def test_a_server_refuses_ranks_that_do_not_fit_before_it_listens(
+    options: tuple[str, ...], text: str, checkpoint: Path, run_octavo: RunOctavo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+    ended = run_octavo("serve", checkpoint, "--port", "0", "--device", "cpu", *options)
+    assert ended.code == 2 and ended.err.count("\n") == 1 and text in ended.err and "listening" not in ended.err
 
 
 @pytest.mark.parametrize(("rank", "local_rank", "size"), [(0, 0, 3), (2, 0, 2)])

@@ -200,6 +200,7 @@ class EngineLoop:
         Raises:
             UnavailableError: it is not asleep.
         """
+        self._check_not_failed()
         if self.phase is not Phase.SLEEPING:
             raise UnavailableError(f"the server is {self.phase}, not asleep")
         return self.run(self._wake)
@@ -271,6 +272,8 @@ class EngineLoop:
             if self.phase in (Phase.FAILED, Phase.STOPPED):
                 return False
             self.phase, self.error = Phase.FAILED, error
+        if not self.is_built:  # the server raises it
+            return True
         if isinstance(error, OctavoError):  # its text is for users
             logger.error("the engine failed: %s", error)
         else:

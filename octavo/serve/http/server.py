@@ -30,6 +30,8 @@ SWITCH_S = 0.001
 # objects made until the garbage collector looks at them: a large step's deltas are gone by then
 GC_THRESHOLD = 10_000
 _TICK_S = 0.02
+# time for the step under way after a second signal
+HURRIED_JOIN_S = 3.0
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +217,7 @@ class DrainingServer(StoppableServer):
                 logger.warning("%d sequences are not finished in time and are ended", self._loop.num_open)
                 self.was_cut_short = True
             self._loop.abort_all()
-            if not await asyncio.to_thread(self._loop.join, JOIN_S):
+            if not await asyncio.to_thread(self._loop.join, HURRIED_JOIN_S if self._is_hurried else JOIN_S):
                 self._loop.give_up(UnavailableError("the server ends, and a step does not"), is_stuck=True)
                 self._loop.engine.kill_ranks()  # a step that waits for them fails then
                 await asyncio.to_thread(self._loop.join, JOIN_S)

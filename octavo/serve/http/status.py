@@ -30,6 +30,8 @@ async def health(service: ServiceOf) -> JSONResponse:
     """200 while the server lives, starting and draining included; 503 once the engine failed or hangs."""
     loop = service.engine.loop
     content = {"status": service.state, "step_age_s": round(loop.step_age_s, 3), "sequences_open": loop.num_open}
+    if loop.error is not None:
+        content["error"] = str(loop.error)
     return JSONResponse(content, 200 if service.is_healthy else 503)
 
 

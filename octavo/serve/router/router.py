@@ -146,7 +146,8 @@ class RouterServer(StoppableServer):
                 while fleet.num_in_flight and not self._is_hurried.is_set():
                     await asyncio.sleep(_TICK_S)
         if fleet.num_in_flight:
-            logger.warning("%d requests are not finished in time and are ended", fleet.num_in_flight)
+            why = "by a second signal" if self._is_hurried.is_set() else "for they are not finished in time"
+            logger.warning("%d requests are ended %s", fleet.num_in_flight, why)
             self.was_cut_short = True
         were_ready = [replica for replica in fleet.replicas if replica.is_ready]
         for replica in fleet.replicas:

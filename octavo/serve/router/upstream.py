@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import socket
 import struct
 from collections.abc import AsyncIterator, Sequence
@@ -44,7 +45,9 @@ class Reply(NamedTuple):
     def what(self) -> str:
         """In words, behind who answered."""
         text = self.body.decode(errors="replace")
-        return f"answered {self.status}: {text:.200}" if self.status else f"gave no answer: {text}"
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            text = str(json.loads(text)["error"]["message"])
+        return f"answered {self.status}: {text:.400}" if self.status else f"gave no answer: {text}"
 
 
 class Exchange:

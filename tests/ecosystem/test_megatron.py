@@ -85,11 +85,13 @@ def test_pipeline_stages_reduce_amaxes_among_their_own_ranks(of_two_ranks: list[
     assert mine != of_blockwise
 
 
-def test_grouped_experts_have_the_bits_of_experts_one_after_the_other(of_one_rank: Any, of_two_ranks: Any) -> None:
+def test_grouped_experts_compute_as_experts_one_after_the_other(of_one_rank: Any, of_two_ranks: Any) -> None:
+    """With the same codes. Groups are padded, and a CPU's library may add a longer product in another order: losses are
+    equal in bits on one processor, and 1e-5 apart after four steps on another; FP8's own effect is 2e-3."""
     for results in (of_one_rank, *of_two_ranks):
         losses, keys = results["experts"]["losses"], results["experts"]["keys"]
         assert keys == dict.fromkeys(keys, keys["Megatron's"])
-        assert losses["grouped"] == losses["one by one"]
+        assert losses["grouped"] == pytest.approx(losses["one by one"], rel=1e-4)
         for recipe in ("grouped", "delayed"):
             assert losses[recipe] != losses["bf16"]
             assert losses[recipe][-1] == pytest.approx(losses["bf16"][-1], rel=0.01)  # FP8's own effect is 0.2 %

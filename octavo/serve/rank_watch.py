@@ -96,8 +96,8 @@ class RankWatch:
             return
         self.error = error
         logger.error("%s", error)
-        self._kill()  # without all of them the others compute nothing
         self.on_lost(error, False)
+        self._kill()  # without all of them the others compute nothing
         self._end_if_stuck(error)
 
     def _find_hung(self) -> LostRankError | None:

@@ -70,7 +70,7 @@ test-gpu: $(DEV)  ## the tests that need a GPU; another machine's torch may warn
 
 test-ecosystem: $(if $(ROW),.ecosystem/$(ROW)/.installed)  ## octavo inside a framework, recorded in ecosystem/ROW.json (ROW=huggingface)
 	@test -n "$(ROW)" || { echo "name a row: ROW=$(subst $() ,| ROW=,$(patsubst ecosystem/%.txt,%,$(wildcard ecosystem/*.txt)))"; exit 2; }
-	OMP_NUM_THREADS=1 .ecosystem/$(ROW)/bin/python -m pytest -p tests.ecosystem.record -m 'not gpu' -W default \
+	TORCH_EXTENSIONS_DIR=$(CURDIR)/.ecosystem/$(ROW)/extensions OMP_NUM_THREADS=1 .ecosystem/$(ROW)/bin/python -m pytest -p tests.ecosystem.record -m 'not gpu' -W default \
 		tests/ecosystem/test_$(ROW).py $(wildcard tests/integrations/test_$(ROW).py) $(ARGS)
 
 coverage: $(DEV)  ## the fast tests' coverage of ops, nn, serve/engine and rl (ARGS="tests/rl")

@@ -14,6 +14,7 @@ from octavo.integrations.other_fp8 import refuse_other_fp8
 from octavo.integrations.tested import accelerates_fp8, require
 from octavo.nn.conversion import DEFAULT_IGNORE, ConversionReport, require_module
 from octavo.nn.fp8_state import agree_on_staged_amaxes
+from octavo.nn.overrides import checked_names
 from octavo.numerics.recipe import Recipe
 
 try:
@@ -60,9 +61,7 @@ class OctavoConfig(QuantizationConfigMixin):  # type: ignore[misc]
     without, and config.json does not name octavo. Give the config again where a checkpoint is loaded to train on.
 
     Args:
-        recipe: as octavo.convert takes it.
-        ignore: as octavo.convert takes it.
-        overrides: as octavo.convert takes them.
+        recipe, ignore, overrides: as octavo.convert takes them.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class OctavoConfig(QuantizationConfigMixin):  # type: ignore[misc]
         quant_method: str = _METHOD,
     ) -> None:
         self.quant_method = quant_method
-        self.recipe, self.ignore, self.overrides = recipe, tuple(ignore), overrides
+        self.recipe, self.ignore, self.overrides = recipe, checked_names(ignore, "ignore"), overrides
 
 
 @register_quantizer(_METHOD)
@@ -110,6 +109,7 @@ class OctavoCallback(TrainerCallback):  # type: ignore[misc]
     Args:
         statistics: a TensorStatistics of the model, whose scalars join the logs; None for none.
         schedule: (first step, level) pairs: "O1" computes in FP8, "O2" in bf16 (see octavo.amp). None for FP8 always.
+        fp8_state: False to begin with empty amax histories where a checkpoint has none, one of a run in bf16 say.
     """
 
     def __init__(
@@ -117,8 +117,9 @@ class OctavoCallback(TrainerCallback):  # type: ignore[misc]
         *,
         statistics: octavo.nn.TensorStatistics | None = None,
         schedule: Sequence[tuple[int, str]] | None = None,
+        fp8_state: bool = True,
     ) -> None:
-        self._statistics = statistics
+        self._statistics, self._needs_state = statistics, fp8_state
         self._schedule = [(first, check_level(level)) for first, level in schedule or ()]
         self._levels: Levels | None = None
         self._found: dict[str, float] = {}
@@ -137,13 +138,13 @@ class OctavoCallback(TrainerCallback):  # type: ignore[misc]
         if state.is_world_process_zero:
             print(getattr(model, "conversion_report", f"{len(linears)} linears are octavo's"))
         if state.global_step > 0 and octavo.nn.fp8_state_dict(model):
-            path = _state_path(args, state)
-            if not path.is_file():
+            if (path := _state_path(args, state)).is_file():
+                octavo.nn.load_fp8_state_dict(model, load_file(path))
+            elif self._needs_state:
                 raise CheckpointError(
                     f"{path} is missing, which delayed scaling needs to go on; resume from a checkpoint of output_dir "
-                    "that a Trainer with OctavoCallback has saved"
+                    "that a Trainer with OctavoCallback has saved, or give it fp8_state=False for empty amax histories"
                 )
-            octavo.nn.load_fp8_state_dict(model, load_file(path))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Put the step's level in force."""
@@ -169,8 +170,7 @@ class OctavoCallback(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
         """Write delayed scaling's state beside the checkpoint, the same on all ranks."""
         agree_on_staged_amaxes(model)
-        found = octavo.nn.fp8_state_dict(model)
-        if found and state.is_world_process_zero:
+        if (found := octavo.nn.fp8_state_dict(model)) and state.is_world_process_zero:
             save_file(found, _state_path(args, state))
 
 

@@ -13,6 +13,7 @@ from octavo.integrations.other_fp8 import refuse_other_fp8
 from octavo.integrations.tested import require
 from octavo.nn.conversion import DEFAULT_IGNORE, ConversionReport
 from octavo.nn.fp8_state import agree_on_staged_amaxes
+from octavo.nn.overrides import checked_names
 from octavo.numerics.recipe import Recipe, get_recipe
 
 try:
@@ -62,7 +63,7 @@ class OctavoPrecision(Precision):  # type: ignore[misc]
         self.precision = precision
         self.recipe = get_recipe(recipe)
         self.report: ConversionReport | None = None  # of the last conversion
-        self._options: dict[str, Any] = {"ignore": tuple(ignore), "overrides": overrides}
+        self._options: dict[str, Any] = {"ignore": checked_names(ignore, "ignore"), "overrides": overrides}
         self._needs_state = fp8_state
         self._rest: Any = Precision()
         if precision == "bf16-true":

@@ -14,6 +14,7 @@ from octavo.integrations.fp8_parts import FP8PartsState, linears_with_state
 from octavo.integrations.other_fp8 import refuse_other_fp8
 from octavo.integrations.tested import require
 from octavo.nn.conversion import DEFAULT_IGNORE
+from octavo.nn.overrides import checked_names
 from octavo.numerics.recipe import Recipe, get_recipe
 
 try:
@@ -54,7 +55,7 @@ class NemoQuantizer:
         fp8_state: bool = True,
     ) -> None:
         self._recipe = get_recipe(recipe)
-        self._options: dict[str, Any] = {"ignore": tuple(ignore), "overrides": overrides}
+        self._options: dict[str, Any] = {"ignore": checked_names(ignore, "ignore"), "overrides": overrides}
         self._needs_state = fp8_state
 
     def create_quantizer(self) -> "NemoQuantizer":

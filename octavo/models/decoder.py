@@ -29,7 +29,7 @@ from octavo.nn import (
 from octavo.nn.conversion import is_ignored
 from octavo.nn.cut_embedding import embed
 from octavo.nn.fusion import FusedLayer
-from octavo.nn.overrides import refuse_text
+from octavo.nn.overrides import checked_names
 from octavo.numerics import Numerics
 from octavo.ops.attention import KVScaleTable
 from octavo.ops.gemm.hp_mm import hp_mm
@@ -281,7 +281,7 @@ class Decoder(FusedLayer):
             RecipeError: the model holds FP8 codes only, and the recipe needs others, or ignore names no linear;
                 nothing is changed then.
         """
-        refuse_text(ignore, "ignore")
+        checked_names(ignore, "ignore")
         ignore = tuple(dict.fromkeys((*ignore, "lm_head")))  # head_weight is always used in high precision
         for name, module in self.named_modules():
             if isinstance(module, Linear) and module.weight is None:

@@ -25,7 +25,7 @@ from octavo.models.save import save_model, written_codes
 from octavo.models.text_windows import read_windows
 from octavo.models.tokenizer import load_tokenizer
 from octavo.nn import Linear
-from octavo.nn.overrides import name_nearest, refuse_text
+from octavo.nn.overrides import checked_names, name_nearest
 from octavo.numerics import Numerics, sqnr
 
 # A dialect without its kind -> where inputs are scaled -> the kind.
@@ -219,7 +219,7 @@ def _kept_linears(parameters: list[ParameterNames], layout: Layout, ignore: Sequ
     """octavo's names of the linears that stay in bf16 -> why."""
     linears = [p for p in parameters if p.is_linear_weight]
     names = [*_modules(linears), "lm_head", *_modules(p for p in parameters if p.name.endswith(".mlp.gate.weight"))]
-    refuse_text(ignore, "ignore")
+    checked_names(ignore, "ignore")
     for pattern in ignore:
         if not any(matches(pattern, name) for name in names):
             hint = name_nearest(pattern, (*names, *(name.rpartition(".")[2] for name in names)))

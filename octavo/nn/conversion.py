@@ -20,7 +20,7 @@ from octavo.nn.layer_norm import LayerNorm
 from octavo.nn.linear import Linear
 from octavo.nn.moe import Router
 from octavo.nn.other_products import Product, find_products
-from octavo.nn.overrides import match_rank, name_nearest, refuse_text, resolve
+from octavo.nn.overrides import checked_names, match_rank, name_nearest, resolve
 from octavo.nn.rms_norm import RMSNorm
 from octavo.nn.scale_updates import follow_steps
 from octavo.nn.speed_table import measured_speedup
@@ -163,7 +163,7 @@ def convert(
     """
     require_module(model, "convert")
     _refuse_adapters(model)
-    refuse_text(ignore, "ignore")
+    checked_names(ignore, "ignore")
     recipe = get_recipe(recipe)
     named = {name: get_recipe(value) for name, value in (overrides or {}).items()}
     for used in (recipe, *named.values()):

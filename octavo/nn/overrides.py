@@ -79,8 +79,8 @@ def name_nearest(name: str, known: Iterable[str]) -> str:
     return f"; the nearest names are {', '.join(map(repr, few))}" if few else "; it has no linears"
 
 
-def refuse_text(names: Iterable[str], what: str) -> None:
-    """Refuse what is no list of names: a single string, whose letters would be taken for them, a filter or modules.
+def checked_names(names: Iterable[str], what: str) -> tuple[str, ...]:
+    """The names; refused is what is no list of them: a single string, whose letters they would be, a filter, modules.
 
     Raises:
         RecipeError: names are no list of names.
@@ -92,6 +92,7 @@ def refuse_text(names: Iterable[str], what: str) -> None:
             f"{what} takes a list or tuple of names, got {names!r:.80}; for those that a function chooses write "
             f"{what}=[name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and ...]"
         )
+    return tuple(names)
 
 
 def _check_known(pattern: str, names: list[str], what: str) -> None:

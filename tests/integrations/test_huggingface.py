@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import octavo
-from octavo.errors import CheckpointError, ConfigError
+from octavo.errors import CheckpointError, ConfigError, RecipeError
 from octavo.models import quantize_checkpoint
 from octavo.testing import assert_bitwise
 from tests.ecosystem.cases import cases
@@ -160,11 +160,18 @@ def test_a_resumed_run_needs_its_fp8_state(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "checkpoint-1" / "fp8.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"fp8\.safetensors is missing"):
         make_trainer(load_model(saved, "delayed"), tmp_path, 2, **options).train(resume_from_checkpoint=True)
+    again = make_trainer(load_model(saved, "delayed"), tmp_path, 2, **options)
+    again.callback_handler.remove_callback(OctavoCallback)
+    again.add_callback(OctavoCallback(fp8_state=False))
+    again.train(resume_from_checkpoint=True)
+    assert (tmp_path / "checkpoint-2" / "fp8.safetensors").is_file()
 
 
 def test_what_cannot_work_is_refused_in_one_line(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"found no linear in FP8; load the model with quantization_config"):
         make_trainer(make_model(), tmp_path, 1).train()
+    with pytest.raises(RecipeError, match=r"ignore takes a list or tuple of names, got the string 'lm_head'"):
+        OctavoConfig(ignore="lm_head")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="one device, got device_map='auto'"):
         transformers.AutoModelForCausalLM.from_pretrained(saved, quantization_config=OctavoConfig(), device_map="auto")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")

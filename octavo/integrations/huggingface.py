@@ -61,7 +61,9 @@ class OctavoConfig(QuantizationConfigMixin):  # type: ignore[misc]
     without, and config.json does not name octavo. Give the config again where a checkpoint is loaded to train on.
 
     Args:
-        recipe, ignore, overrides: as octavo.convert takes them.
+        recipe: as octavo.convert takes it.
+        ignore: as octavo.convert takes it.
+        overrides: as octavo.convert takes them.
     """
 
     def __init__(
@@ -133,8 +135,7 @@ class OctavoCallback(TrainerCallback):  # type: ignore[misc]
                 "OctavoCallback found no linear in FP8; load the model with quantization_config=OctavoConfig(...), or "
                 "call convert(model, recipe) of octavo.integrations.huggingface before the Trainer is made"
             )
-        if self._schedule:
-            self._levels = Levels(model, None)
+        self._levels = Levels(model, None) if self._schedule else None
         if state.is_world_process_zero:
             print(getattr(model, "conversion_report", f"{len(linears)} linears are octavo's"))
         if state.global_step > 0 and octavo.nn.fp8_state_dict(model):
@@ -149,8 +150,7 @@ class OctavoCallback(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Put the step's level in force."""
         if self._levels is not None:
-            started: list[Level] = [level for first, level in self._schedule if first <= state.global_step]
-            level = started[-1] if started else "O1"
+            level: Level = next((level for first, level in self._schedule[::-1] if first <= state.global_step), "O1")
             if level != self._levels.level:
                 self._levels.set(level)
 

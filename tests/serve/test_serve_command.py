@@ -222,7 +222,7 @@ def test_former_names_of_options_are_taken_with_a_warning(
 def test_replicas_are_told_what_one_server_would_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_octavo: RunOctavo
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(make_config("llama", num_layers=1).to_hf()))
+    save_model(make_model("llama", "rowwise", num_layers=1), tmp_path / "model")
     found: list[Any] = []
 
     def run(build: Any, config: ServerConfig, *address: object, devices: list[str | None]) -> int:
@@ -231,9 +231,9 @@ def test_replicas_are_told_what_one_server_would_be(
 
     monkeypatch.setattr("octavo.serve.router.run_router", run)
     options = ("--device", "cpu", "--max-num-seqs", "7", "--port", "1234", "--max-n", "5", "-tp", "2")
-    assert run_octavo("serve", tmp_path, "--data-parallel-size", "3", *options).code == 3
+    assert run_octavo("serve", tmp_path / "model", "--data-parallel-size", "3", *options).code == 3
     asked, config, address, devices = found
-    assert (asked.model, asked.limits.max_num_seqs, asked.tensor_parallel) == (tmp_path, 7, (2, None))
+    assert (asked.model, asked.limits.max_num_seqs, asked.tensor_parallel) == (tmp_path / "model", 7, (2, None))
     assert (config.max_n, address, devices) == (5, ("127.0.0.1", 1234), [None] * 3)
 
 

@@ -37,6 +37,7 @@ def linear_job(rank: int, world: int) -> dict[str, Any]:
     for recipe in RECIPES:
         for num in LENGTHS:
             for bias in (False, True):
+                found[f"torch {recipe} {num} {bias}"] = torchs_columns_are_alike(whole(recipe, bias), group, num)
                 for kind in KINDS:
                     one = whole(recipe, bias)
                     runs = [run_linear(kind, one, group, num, bias) for _ in range(2)]
@@ -45,6 +46,14 @@ def linear_job(rank: int, world: int) -> dict[str, Any]:
                     equal, close = torch.equal(*pairs[0]), [sqnr(b.float(), a.float()) for a, b in pairs]
                     found[f"{kind} {recipe} {num} {bias}"] = repeats, equal, close
     return found
+
+
+def torchs_columns_are_alike(one: Any, group: TensorGroup, num: int) -> bool:
+    """Whether torch's own product with a rank's rows of the weight has the bits of the whole one on this processor."""
+    x, rows = torch.randn(num, IN).bfloat16(), share(OUT, group)
+    bias = None if one.bias is None else one.bias[rows]
+    part = torch.nn.functional.linear(x, one.weight[rows].contiguous(), bias)
+    return torch.equal(part, torch.nn.functional.linear(x, one.weight, one.bias)[:, rows])
 
 
 def run_linear(
@@ -100,7 +109,9 @@ def test_a_linear_over_own_tokens(linears: list[dict[str, Any]], kind: str, reci
     for found in linears:
         repeats, equal, close = found[f"{kind} {recipe} {num} {bias}"]
         assert repeats
-        assert equal == (kind != "row reduce")  # each sum on one rank: the bits of one process
+        # each sum on one rank: the bits of one process, in bf16 where the CPU's library adds alike for fewer columns
+        if recipe != "bf16" or found[f"torch {recipe} {num} {bias}"] or kind == "row reduce":
+            assert equal == (kind != "row reduce")
         assert min(close) > LEAST_DB, close
 
 

@@ -160,10 +160,8 @@ class Asked:
         check_checkpoint(self.model, limits=self.limits, **self.how)
         eos_ids_of_generation(self.model)
         if size > 1:
-            names = ("quantization", "kv_cache_dtype", "exact", "device", "attention_dtype", "dtype", "kv_scales")
-            how = self.how | {"dtype": as_dtype(self.dtype)}
-            asked, parallel = tuple(how[name] for name in names), TensorParallel(size, mode)
-            EngineOrder(self.model, None, asked, self.limits, (), parallel).check()
+            asked = self.how | {"dtype": as_dtype(self.dtype)}
+            EngineOrder(self.model, None, asked, self.limits, (), TensorParallel(size, mode)).check()
         if self.limits.enable_return_routed_experts and not ModelConfig.from_hf(read_config(self.model)).num_experts:
             raise ConfigError("--enable-return-routed-experts: this model has no experts; leave it out")
         if self.tokenizer is not None and not self.tokenizer.exists():

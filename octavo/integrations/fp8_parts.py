@@ -22,7 +22,7 @@ class FP8PartsState:
         found: dict[str, torch.Tensor] = {}
         for part in self._parts:
             for linear in linears_with_state(part):
-                assert linear.recipe is not None
+                assert linear.recipe is not None, "it has state"
                 linear.delayed_state(linear.recipe)  # before the first forward there is none yet
             agree_on_staged_amaxes(part)  # a checkpoint has one rank's
             found |= {_plain(name): tensor for name, tensor in octavo.nn.fp8_state_dict(part).items()}

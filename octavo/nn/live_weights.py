@@ -190,8 +190,7 @@ def keep_codes_only(module: nn.Module) -> int:
                 continue
             saved += child.weight.nbytes
             assert recipe.weight is not None, "it is in FP8"
-            rows, columns = recipe.weight.block_size
-            num_forward_only += trains and rows != columns and recipe.grad_output is not None
+            num_forward_only += trains and not recipe.weight.is_square and recipe.grad_output is not None
             child.keep_codes_only(recipe)
         holds_codes |= child.weight is None
     if num_trained and not holds_codes:

@@ -123,6 +123,11 @@ class Scaling:
         return self.kind == "per_tensor"
 
     @property
+    def is_square(self) -> bool:
+        """Codes can be transposed: one scale, or blocks of as many rows as columns."""
+        return self.block_size[0] == self.block_size[1]
+
+    @property
     def fp8_max(self) -> float:
         """Largest finite value of the format: what amax is mapped to."""
         return format_of(self.dtype).max

@@ -134,8 +134,15 @@ class LLM:
             plan_known_lengths=plan_known_lengths,
         )
         eos_ids: tuple[int, ...] = ()
-        kv_cache_dtype = named_kv_cache_dtype(kv_cache_dtype)
-        asked = quantization, kv_cache_dtype, exact, device, attention_dtype, as_dtype(dtype), kv_scales
+        asked: dict[str, Any] = {
+            "quantization": quantization,
+            "kv_cache_dtype": named_kv_cache_dtype(kv_cache_dtype),
+            "exact": exact,
+            "device": device,
+            "attention_dtype": attention_dtype,
+            "dtype": as_dtype(dtype),
+            "kv_scales": kv_scales,
+        }
         if isinstance(model, Decoder):
             if parallel.size > 1:
                 raise ConfigError(
@@ -143,7 +150,7 @@ class LLM:
                     "process; save it, or start ranks by torchrun, call octavo.parallel.parallelize and make an LLM of "
                     "the model on each"
                 )
-            check_numerics(model, *asked)
+            check_numerics(model, **asked)
             if is_sharded(model):  # gathered again for each call, so at other addresses
                 config = dataclasses.replace(config, enforce_eager=True)
             with gathered(model):
@@ -159,7 +166,7 @@ class LLM:
                 self.tokenizer = self.engine.tokenizer
                 self._set_up()
                 return
-            decoder = load_for_inference(path, *asked)
+            decoder = load_for_inference(path, **asked)
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
         with gathered(decoder):
             self.engine = Engine(decoder, self.tokenizer, config, eos_ids)

@@ -85,11 +85,11 @@ class TensorParallel:
 
 @dataclasses.dataclass(frozen=True)
 class EngineOrder:
-    """What every rank builds its engine of; it can be pickled."""
+    """What every rank builds its engine of; it can be pickled. asked: load_for_inference's arguments, by name."""
 
     path: Path
     tokenizer: Any
-    asked: tuple[Any, ...]
+    asked: dict[str, Any]
     config: EngineConfig
     eos_ids: tuple[int, ...]
     parallel: TensorParallel
@@ -100,15 +100,13 @@ class EngineOrder:
         Args:
             on_cut: called when the model is known to go among the ranks, before any of its values is read.
         """
-        quantization, kv_cache_dtype, exact, _, *rest = self.asked
-        asked = quantization, kv_cache_dtype, exact, self.device(rank), *rest
 
         def cut(model: Decoder) -> None:
             report = parallelize(model, local_job.future_group(rank, self.parallel.size), mode=self.parallel.mode)
             on_cut()
             logger.info("%d tensor-parallel ranks: %s", self.parallel.size, report)
 
-        model = load_for_inference(self.path, *asked, cut=cut)
+        model = load_for_inference(self.path, **self.asked | {"device": self.device(rank)}, cut=cut)
         return model, None if self.tokenizer is None else load_tokenizer(self.tokenizer)
 
     def check(self) -> None:
@@ -126,7 +124,7 @@ class EngineOrder:
 
     def device(self, rank: int) -> torch.device:
         """A rank's own."""
-        return rank_device(chosen_device(self.asked[3]), rank)
+        return rank_device(chosen_device(self.asked["device"]), rank)
 
 
 class _FitsError(Exception):

@@ -54,7 +54,7 @@ def add_adapters(model: Decoder, section: LoraSection, seed: int) -> None:
     for name, names in targets.items():
         linear = model.get_submodule(name)
         linear.__class__ = AdaptedLinear
-        assert isinstance(linear, AdaptedLinear)
+        assert isinstance(linear, AdaptedLinear), "it has just become one"
         pair_names = tuple(part if part in chosen else None for part in names)
         linear.add(section.rank, section.alpha / section.rank, pair_names, generator)
 
@@ -114,8 +114,8 @@ class Adapters:
         adapters = cls(config.lora, newest_model(Path(config.model.path)).absolute(), _digest(model))
         if config.lora.keep_codes_only:
             recipes = [linear.recipe for linear in _linears(model) if linear.recipe is not None]
-            blocks = {recipe.weight.block_size for recipe in recipes if recipe.weight is not None}
-            if any(rows != columns for rows, columns in blocks) or not keep_codes_only(model):
+            are_square = all(recipe.weight is None or recipe.weight.is_square for recipe in recipes)
+            if not are_square or not keep_codes_only(model):
                 raise RecipeError(
                     "lora.keep_codes_only needs codes of square blocks or of one scale a tensor, got precision.recipe "
                     f"= {config.precision.recipe!r}; leave it out, or use 'blockwise', 'tensorwise' or 'delayed'"

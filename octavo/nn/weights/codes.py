@@ -55,7 +55,7 @@ class CodesOnly(WeightSource):
         """
         scaling = plan.recipe.weight
         assert scaling is not None, f"recipe {plan.recipe.name!r} quantizes no weight"
-        if scaling.block_size[0] != scaling.block_size[1]:
+        if not scaling.is_square:
             raise RecipeError(
                 f"this layer holds {scaling.kind} codes only, and a backward with such scales needs the "
                 "high-precision weight; load the checkpoint for training, or use 'blockwise'"

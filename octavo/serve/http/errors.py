@@ -6,7 +6,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 
 from octavo.errors import DataError, OctavoError, RequestError, StaleScaleError
-from octavo.serve.engine.request import BusyError, FailedError, UnavailableError
+from octavo.serve.engine.request import BusyError, FailedError, LostRankError, UnavailableError
 from octavo.serve.sampling_params import ParameterError
 from octavo.weights.kv_scales.handover import RefusedScalesError
 
@@ -56,7 +56,7 @@ def as_api_error(error: Exception, prompt_field: str | None = None) -> ApiError:
             return error
         case BusyError():
             return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(BUSY_RETRY_S)})
-        case FailedError():  # without a Retry-After: it does not recover
+        case FailedError() | LostRankError():  # without a Retry-After: it does not recover
             return ApiError(503, str(error), code="engine_failed")
         case UnavailableError():
             return ApiError(503, str(error), code="unavailable", headers={"Retry-After": str(UNAVAILABLE_RETRY_S)})

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from octavo.errors import BackendError, CheckpointError, RequestError
-from octavo.serve.engine.request import BusyError, FailedError, LostRankError, UnavailableError
+from octavo.serve.engine.request import BusyError, LostRankError, UnavailableError
 from octavo.serve.http.errors import ApiError
 from octavo.serve.http.service import Service
 from octavo.weights.disk import stage_checkpoint
@@ -217,9 +217,7 @@ class WeightTransactions:
                 self._end(transaction, f"it failed: {error}")
             if isinstance(error, CheckpointError | RequestError):
                 raise ApiError(400, str(error), code="invalid_weights") from error
-            if isinstance(error, LostRankError):
-                raise FailedError(str(error)) from error
-            if isinstance(error, BackendError) and not isinstance(error, BusyError | UnavailableError):
+            if isinstance(error, BackendError) and not isinstance(error, BusyError | UnavailableError | LostRankError):
                 raise ApiError(500, str(error), code="update_failed") from error
             raise
 

@@ -17,6 +17,7 @@ from octavo.env import child_environment
 from octavo.errors import BackendError, ConfigError
 from octavo.serve.http.config import ServerConfig
 from octavo.serve.http.server import bind
+from octavo.serve.rank_watch import how_ended
 from octavo.serve.router.upstream import LostReplicaError, Request, UnreachableError, ask, fetch
 from octavo.serve.tensor_workers import LOAD_S
 
@@ -120,7 +121,7 @@ class Replica:
         backoff = Backoff()
         while not self._stopping.is_set():
             try:
-                how = _how(await self._run_once())
+                how = how_ended(await self._run_once())
             except (OSError, ConfigError) as error:  # no process or socket could be had
                 how = f"could not be started: {error}"
             if self._stopping.is_set():
@@ -229,7 +230,3 @@ class Replica:
             logger.error("replica %d cannot be asked: %s", self.index, error)
             return self.state
         return state if (status == 200) == (state == "serving") else "silent"
-
-
-def _how(code: int) -> str:
-    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"

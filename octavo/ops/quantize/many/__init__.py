@@ -41,7 +41,7 @@ class MatrixBatch:
     """
 
     def __init__(self, matrices: Sequence[torch.Tensor], scaling: Scaling) -> None:
-        if scaling.block_size[0] != scaling.block_size[1]:
+        if not scaling.is_square:
             raise ShapeError(f"matrices are quantized together in square blocks or per tensor, got {scaling}")
         for x in matrices:
             if x.dim() != 2 or not x.numel() or not x.is_contiguous():

@@ -36,6 +36,7 @@ _LIMITS: dict[str, Any] = {
     "max_num_batched_tokens": served_batched_tokens(MAX_NUM_SEQS),
     "gpu_memory_utilization": MEMORY_SHARE,
 }
+_KINDS = ("at-once", "streamed")
 _TOY_LIMITS = {"enable_prefix_caching": False, "max_model_len": 128, "max_num_seqs": 8, "num_kv_pages": 32}
 
 
@@ -43,7 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure one server, then several; write the record; 1 where a request or a server failed."""
     parser = Program("bench.serve.replicas", __doc__)
     parser.add_argument("--toy", action="store_true", help="sizes for a CPU")
-    parser.add_argument("--runs", type=int, default=1, help="timed runs of each row; the median counts")
+    parser.add_argument("--runs", type=int, default=3, help="timed runs of each row; the median counts")
+    parser.add_argument("--only", choices=_KINDS, help="answers of this kind alone")
     options = parser.parse(arguments)
     if options.device == "cpu" and not options.toy:
         parser.error("a CPU runs toy sizes only, which claim nothing: add --toy")
@@ -84,7 +86,7 @@ def _measure(record: Record, options: Any, num_replicas: int, found: dict[str, f
         _wait_for_replicas(target.url, num_replicas, process)
         print(f"{num_replicas} replicas ready after {time.perf_counter() - began:.1f} s", flush=True)
         run_load(target, _load(num_replicas, stream=False, is_toy=options.toy), math.inf)  # compiles what is left
-        for stream in (False, True):
+        for stream in (False, True) if options.only is None else (options.only == "streamed",):
             load = _load(num_replicas, stream=stream, is_toy=options.toy)
             runs = [run_load(target, load, math.inf) for _ in range(options.runs)]
             complaints += _add_rows(record, load, num_replicas, runs, found)

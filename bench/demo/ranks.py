@@ -98,6 +98,7 @@ max_tokens = 6
 kv_cache_dtype = "fp8"
 
 [trainer]
+check_exact_every = 1
 steps = 3
 micro_batch_sequences = 1
 

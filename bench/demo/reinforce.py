@@ -15,7 +15,7 @@ from bench.demo.workers import Tell, Workers
 from octavo.models import save_model
 from octavo.numerics import Numerics
 from octavo.rl import RLConfig, StepRow, run, warm_start
-from octavo.rl.config import EvalSection, RLRunSection, RolloutSection, WarmupSection
+from octavo.rl.config import EvalSection, RLRunSection, RolloutSection, TrainerSection, WarmupSection
 from octavo.rl.correction import CorrectionSection
 from octavo.rl.policy import build_policy
 from octavo.rl.progress import RLProgress
@@ -100,6 +100,7 @@ def warm_up_policy(
     config = RLConfig(
         warmup=WarmupSection(steps=_MAX_WARMUP_STEPS),
         rollout=RolloutSection(prompts_per_step=sizes.prompts_per_step),
+        trainer=TrainerSection(check_exact_every=1),
         run=RLRunSection(dir=out / "rl" / "warm", seed=seed, device=device, tensorboard=False, save=False),
     )
     accuracy = 0.0

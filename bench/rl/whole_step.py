@@ -22,7 +22,6 @@ from octavo.models import ModelConfig
 from octavo.rl.advantage import grpo_advantages
 from octavo.rl.config import RLConfig
 from octavo.rl.learner import Learner
-from octavo.rl.objective import TokenBatch
 from octavo.rl.phases import JOULES, SECONDS, PhaseMeter
 from octavo.rl.ranks import Ranks
 from octavo.rl.rollout_batch import Rollouts
@@ -41,6 +40,7 @@ class LoopStep:
         num_tokens: of prompts and responses.
         max_delta: largest difference of a logprob between the sides, in nats.
         k3: mismatch KL a token, in nats.
+        checked_share: of the tokens, those whose difference was measured.
         num_preemptions: sequences that the sampler took back.
     """
 
@@ -48,6 +48,7 @@ class LoopStep:
     num_tokens: int
     max_delta: float
     k3: float
+    checked_share: float
     num_preemptions: float
 
 
@@ -122,6 +123,7 @@ class Loop:
             num_tokens=sum(map(len, rollouts.sequences)),
             max_delta=(update.trainer_logprobs - rollouts.rollout_logprobs).abs().max().item(),
             k3=update.metrics["rollout_corr/k3_kl"],
+            checked_share=update.metrics["mismatch/tokens_checked_share"],
             num_preemptions=self._num_preemptions() - num_preemptions,
         )
 
@@ -138,10 +140,8 @@ class ScoringLearner(Learner):
 
     meter: PhaseMeter | None = None
 
-    def _token_batch(
-        self, rollouts: Rollouts, advantages: torch.Tensor, size: int, step: int
-    ) -> tuple[TokenBatch, dict[str, float]]:
-        found = super()._token_batch(rollouts, advantages, size, step)
+    def _old_logprobs(self, rollouts: Rollouts, size: int, step: int) -> tuple[torch.Tensor, int]:
+        found = super()._old_logprobs(rollouts, size, step)
         assert self.meter is not None, "set before each step"
         synchronize(self.model.device)
         self.meter.end(SCORE)
@@ -167,6 +167,7 @@ def _add_rows(record: Record, case: str, steps: list[LoopStep]) -> None:
     record.add(case, "preemptions", "sequences", max(step.num_preemptions for step in steps))
     record.add(case, "largest difference of logprobs", "nats", max(step.max_delta for step in steps))
     record.add(case, "mismatch KL", "nats", max(step.k3 for step in steps))
+    record.add(case, "share of tokens compared", "share", min(step.checked_share for step in steps))
     record.add(case, "timed steps", "steps", len(steps))
 
 

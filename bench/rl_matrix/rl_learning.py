@@ -99,7 +99,8 @@ def make_config(variant: str, seed: int, num_steps: int, directory: Path) -> RLC
         eval=EvalSection(num_prompts=NUM_EVAL_PROMPTS),
         run=RLRunSection(dir=directory, seed=seed, device="cpu", tensorboard=False, save=False),
     )
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": num_steps})})
+    update = {"steps": num_steps, "check_exact_every": 1}  # the gate speaks of all tokens
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update=update)})
 
 
 def _run(variant: str, seed: int, num_steps: int, directory: Path) -> LearningRun:

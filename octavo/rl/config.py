@@ -148,6 +148,9 @@ class TrainerSection(Config):
             prompts of the rollout step. It must divide rollout.prompts_per_step.
         micro_batch_sequences: sequences in one forward pass; 0 for all of a minibatch.
         lr_warmup_steps: optimizer steps of linear warm-up; constant afterwards.
+        check_exact_every: in exact mode with several minibatches: each step compares the first one's logprobs with the
+            sampler's, and step 1 and every so many steps on the whole step's, for which the trainer scores all of it
+            once more. 1 for every step, 0 for never.
         gather_once: on several ranks: gathered weights stay whole from one optimizer step to the next, and are not
             gathered for each micro-batch's forward and backward; in FP8 4 bytes a parameter while the learner works.
         optimizer: AdamW over fp32 masters.
@@ -162,6 +165,7 @@ class TrainerSection(Config):
     mini_batch_size: PositiveInt | None = None
     micro_batch_sequences: NonNegativeInt = 0
     lr_warmup_steps: NonNegativeInt = 0
+    check_exact_every: NonNegativeInt = 20
     gather_once: bool = False
     optimizer: OptimizerSection = OptimizerSection(lr=3e-4, weight_decay=0.0)
 
@@ -238,7 +242,8 @@ class RLConfig(Config):
     """Everything that `octavo rl` reads from a TOML file.
 
     Attributes:
-        exact: trainer and sampler share one numerics, and every step checks that their logprobs are equal in bits.
+        exact: trainer and sampler share one numerics, and every step checks that their logprobs are equal in bits: its
+            first minibatch's, and all of them as often as trainer.check_exact_every says.
         precision: one setting for both sides: "bf16"; FP8 "linears" in rollouts; "linears+kv", an FP8 KV cache too;
             "linears+kv+attention", attention's products too; "end_to_end", linears and KV cache, and training in FP8.
             trainer.recipe says which FP8 recipe, and trainer.fp8_format and trainer.backward how it trains. Empty: what

@@ -33,7 +33,8 @@ class Update:
     """What one rollout step taught.
 
     Attributes:
-        trainer_logprobs: [tokens] fp32, of the rollouts under the weights that sampled them.
+        trainer_logprobs: [tokens] fp32, of the rollouts under the weights that sampled them. Where exact mode leaves
+            the later minibatches unchecked (trainer.check_exact_every), theirs are the sampler's.
         metrics: name -> number.
         health: what the limits of [health] say; where it blocks the update, nothing was updated.
     """
@@ -41,10 +42,6 @@ class Update:
     trainer_logprobs: torch.Tensor
     metrics: dict[str, float]
     health: HealthStatus
-
-
-# The mismatch of a step's rollouts, and what the limits say to it.
-_MismatchCheck = tuple[dict[str, float], HealthStatus]
 
 
 @torch.no_grad()
@@ -164,56 +161,56 @@ class Learner:
         has_effect = correction.kind != "none" and correction.effect_every > 0
         measures = has_effect and (step - 1) % correction.effect_every == 0
         size = len(rollouts) // self.config.num_minibatches
-        tokens, effects = self._token_batch(rollouts, advantages, size, step)
-        checked = None if tokens.old_logprobs is None else self._check_mismatch(rollouts, tokens.old_logprobs, step)
-        logprobs, metrics = [], []
-        for start in range(0, len(rollouts), size):
-            probe = CorrectionProbe(self.model) if measures and start == 0 else None
-            minibatch = _Span(rollouts, tokens, start, start + size, is_on_policy=start == 0)
-            batch_logprobs, batch_metrics, checked = self._update(minibatch, step, probe, checked)
-            logprobs.append(batch_logprobs)
-            metrics.append(batch_metrics)
-        assert checked is not None, "a step has at least one minibatch"
-        trainer_logprobs = torch.cat(logprobs) if tokens.old_logprobs is None else tokens.old_logprobs
-        measured, status = checked
+        before = self._look_before(rollouts, advantages, size, step)
+        probe = CorrectionProbe(self.model) if measures else None
+        own, sums = self._add_gradients(_Span(rollouts, before.of_first, 0, size, is_on_policy=True), step, probe)
+        trainer_logprobs = before.complete(own)
+        checked, status = self._check_mismatch(rollouts, trainer_logprobs, before.num_checked, step)
+        effect = {} if probe is None else probe.metrics()
+        metrics = [sums | effect | self._make_update(status)]
+        for start in range(size, len(rollouts), size):
+            minibatch = _Span(rollouts, before.tokens, start, start + size, is_on_policy=False)
+            _, sums = self._add_gradients(minibatch, step, None)
+            metrics.append(sums | self._make_update(status))
         names = {name: None for row in metrics for name in row}
         values = {name: [row[name] for row in metrics if name in row] for name in names}
         means = {name: sum(each) / len(each) for name, each in values.items()}  # over the minibatches that have it
-        every = measured | status.metrics | effects | means | self.routers.metrics()
+        every = checked | status.metrics | before.metrics | means | self.routers.metrics()
         return Update(trainer_logprobs, every, status)
 
-    def _check_mismatch(self, rollouts: Rollouts, trainer_logprobs: torch.Tensor, step: int) -> _MismatchCheck:
-        """How far the two sides are apart before the step's first update, and what the limits say to it."""
-        correction, reported = self.config.correction, rollouts.rollout_logprobs
+    def _check_mismatch(
+        self, rollouts: Rollouts, trainer_logprobs: torch.Tensor, num_checked: int, step: int
+    ) -> tuple[dict[str, float], HealthStatus]:
+        """How far the two sides are apart before the step's first update, and what the limits say to it.
+
+        Args:
+            num_checked: the first sequences, whose logprobs the trainer has computed.
+        """
+        correction, known = self.config.correction, rollouts.part(0, num_checked)
         low = correction.low if correction.kind == "icepop" else None
-        measured = mismatch_metrics(trainer_logprobs, reported, rollouts.response_lens, correction.cap, low)
+        pair = (trainer_logprobs[: known.num_tokens], known.rollout_logprobs)
+        measured = mismatch_metrics(*pair, known.response_lens, correction.cap, low)
+        measured["mismatch/tokens_checked_share"] = known.num_tokens / rollouts.num_tokens
         pairs = zip(rollouts.sequences, rollouts.prompt_lens, strict=True)
         measured["response/repetition_share"] = repetition_share([ids[n:] for ids, n in pairs])
-        entropy = {"actor/entropy": float(-reported.double().mean())}
+        entropy = {"actor/entropy": float(-rollouts.rollout_logprobs.double().mean())}
         return measured, self.health.check(step, measured | entropy)
 
-    def _token_batch(
-        self, rollouts: Rollouts, advantages: torch.Tensor, size: int, step: int
-    ) -> tuple[TokenBatch, dict[str, float]]:
-        """What is known of each token before the first update, and correction's metrics; `size` is a minibatch's."""
+    def _look_before(self, rollouts: Rollouts, advantages: torch.Tensor, size: int, step: int) -> "_Before":
+        """What is known of each token before the first update; `size` is a minibatch's."""
         config = self.config
         lens = rollouts.response_lens
-        temperature, chunk = config.rollout.temperature, config.trainer.micro_batch_sequences
-        old = reference = None
-        # later minibatches need the policy as it was before the first update, and so does a look at the whole step
-        if size < len(rollouts) or config.correction.needs_whole_step:
-            self.mesh.at(f"step {step}: logprobs before the update")
-            old = score_rollouts(self.model, rollouts, temperature, chunk, self.routers, self.mesh)
+        old, num_own = self._old_logprobs(rollouts, size, step)
+        reference = None
         if self.reference is not None:
+            temperature, chunk = config.rollout.temperature, config.trainer.micro_batch_sequences
             self.mesh.at(f"step {step}: logprobs of the reference")
             reference = score_rollouts(self.reference, rollouts, temperature, chunk, mesh=self.mesh)
-        if old is not None and config.exact:
-            check_exact(old, rollouts, step)
         found = Correction(None, None, {})
-        if old is not None and config.correction.needs_whole_step:
+        if config.correction.needs_whole_step:
             found = correct(config.correction, old, rollouts.rollout_logprobs, lens)
         lens_tensor = torch.tensor(lens)
-        batch = TokenBatch(
+        tokens = TokenBatch(
             rollout_logprobs=rollouts.rollout_logprobs,
             advantages=advantages.repeat_interleave(lens_tensor),
             coefficients=self._coefficients(lens, size, found.is_kept),
@@ -222,7 +219,33 @@ class Learner:
             sequence_ids=torch.arange(len(lens)).repeat_interleave(lens_tensor),
             weights=found.weights,
         )
-        return batch, found.metrics
+        return _Before(tokens, num_own, size if config.exact and num_own else len(rollouts), found.metrics)
+
+    def _old_logprobs(self, rollouts: Rollouts, size: int, step: int) -> tuple[torch.Tensor, int]:
+        """The policy's logprobs before the step's first update, which later minibatches and corrections of a whole step
+        need.
+
+        Returns:
+            ([tokens] fp32, the number of sequences from the first on in whose place the sampler's stand: those of the
+            first minibatch, which computes its own before it updates anything, or 0).
+        """
+        config, reported = self.config, rollouts.rollout_logprobs
+        every = config.trainer.check_exact_every
+        scores_all = config.correction.needs_whole_step
+        if config.exact:
+            scores_all = size < len(rollouts) and every > 0 and (step - 1) % every == 0
+            if not scores_all:
+                return reported, size
+        num_own = 0 if scores_all else size
+        later = rollouts.part(num_own, len(rollouts))
+        if not len(later):
+            return reported, num_own
+        self.mesh.at(f"step {step}: logprobs before the update")
+        temperature, chunk = config.rollout.temperature, config.trainer.micro_batch_sequences
+        scores = score_rollouts(self.model, later, temperature, chunk, self.routers, self.mesh)
+        if config.exact:
+            check_exact(scores, rollouts, step)
+        return torch.cat([reported[: len(reported) - len(scores)], scores]), num_own
 
     def _coefficients(self, lens: list[int], size: int, is_kept: torch.Tensor | None) -> torch.Tensor:
         pieces, first = [], 0
@@ -234,15 +257,13 @@ class Learner:
             pieces.append(token_coefficients(part, aggregation, is_kept=own, max_tokens=limit))
         return torch.cat(pieces)
 
-    def _update(
-        self, minibatch: "_Span", step: int, probe: CorrectionProbe | None, checked: _MismatchCheck | None
-    ) -> tuple[torch.Tensor, dict[str, float], _MismatchCheck]:
-        """One optimizer step, unless the step's health forbids it.
+    def _add_gradients(
+        self, minibatch: "_Span", step: int, probe: CorrectionProbe | None
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """The gradients of an optimizer step, clipped.
 
-        Args:
-            checked: the step's; None where this minibatch is all of it, whose logprobs are then checked.
         Returns:
-            (the minibatch's logprobs before it, its metrics, the step's health).
+            (the minibatch's logprobs, its metrics).
         """
         self.optimizer.zero_grad()
         logprobs, own_sums = [], []
@@ -261,8 +282,7 @@ class Learner:
                 own_sums.append((piece_sums, self.routers.take()))
         finally:
             set_last_backward(self.model, True)  # an error must not leave the model waiting for another one
-        optimizer = self.config.trainer.optimizer
-        norm = self.optimizer.clip_gradients(optimizer.max_grad_norm)
+        norm = self.optimizer.clip_gradients(self.config.trainer.optimizer.max_grad_norm)
         grad_norm, is_infinite = torch.stack([norm, take_infinity(norm.device)]).tolist()
         sums = dict[str, float]()
         for of_piece, of_routers in self.mesh.gather_dealt(own_sums, len(pieces)):
@@ -270,18 +290,19 @@ class Learner:
             self.routers.add(of_routers)
         if self.mesh.any(bool(is_infinite)) or not (math.isfinite(grad_norm) and math.isfinite(sums["actor/loss"])):
             self._explain_nonfinite(sums["actor/loss"], grad_norm, pieces[rank::num_ranks], step)
-        joined = torch.cat(logprobs)
-        checked = checked or self._check_mismatch(minibatch.rollouts, joined, step)
-        lr = optimizer.lr * min(1.0, (self.num_updates + 1) / max(self.config.trainer.lr_warmup_steps, 1))
-        if checked[1].blocks_update:
-            lr = 0.0
-        else:
-            self.num_updates_begun += 1
-            self.optimizer.step(lr=lr)
-            reshard(self.model)  # what is kept has the weights of before
-            self.num_updates += 1
-        effect = {} if probe is None else probe.metrics()
-        return joined, sums | effect | {"actor/grad_norm": grad_norm, "actor/lr": lr}, checked
+        return torch.cat(logprobs), sums | {"actor/grad_norm": grad_norm}
+
+    def _make_update(self, status: HealthStatus) -> dict[str, float]:
+        """One optimizer step, unless the step's health forbids it; its metrics."""
+        if status.blocks_update:
+            return {"actor/lr": 0.0}
+        warmup = min(1.0, (self.num_updates + 1) / max(self.config.trainer.lr_warmup_steps, 1))
+        lr = self.config.trainer.optimizer.lr * warmup
+        self.num_updates_begun += 1
+        self.optimizer.step(lr=lr)
+        reshard(self.model)  # what is kept has the weights of before
+        self.num_updates += 1
+        return {"actor/lr": lr}
 
     def _backward(
         self, pieces: list["_Span"], step: int, probe: CorrectionProbe | None
@@ -353,6 +374,33 @@ def _host_math(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(num_threads)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Before:
+    """What is known of a step before its first update.
+
+    Attributes:
+        tokens: of all sequences; in the place of some of old_logprobs stand the sampler's.
+        num_own: the number of these sequences: the first minibatch's, or 0.
+        num_checked: sequences from the first on whose logprobs the trainer computes.
+        metrics: correction's.
+    """
+
+    tokens: TokenBatch
+    num_own: int
+    num_checked: int
+    metrics: dict[str, float]
+
+    @property
+    def of_first(self) -> TokenBatch:
+        """As the first minibatch needs it, whose own logprobs are those before the update."""
+        return dataclasses.replace(self.tokens, old_logprobs=None) if self.num_own else self.tokens
+
+    def complete(self, own: torch.Tensor) -> torch.Tensor:
+        """[tokens] logprobs before the update, with the first minibatch's own."""
+        assert self.tokens.old_logprobs is not None, "_look_before sets it"
+        return torch.cat([own, self.tokens.old_logprobs[len(own) :]]) if self.num_own else self.tokens.old_logprobs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """What the learner scores and steps with, on rollouts of random tokens; tests/rl/test_loop.py has it learn."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from octavo.errors import ExactnessError
 from octavo.models import Decoder, sequence_logprobs
 from octavo.rl import learner
 from octavo.rl.config import RLConfig
@@ -41,6 +43,15 @@ def random_rollouts(model: Decoder) -> Rollouts:
     return rollouts
 
 
+def sampled(model: Decoder) -> Rollouts:
+    """Rollouts whose logprobs are the model's at temperature 1, in the numerics of exact mode."""
+    rollouts = random_rollouts(model)
+    rollouts.rollout_logprobs.copy_(
+        torch.cat(sequence_logprobs(model, rollouts.sequences, prompt_lens=rollouts.prompt_lens)).detach()
+    )
+    return rollouts
+
+
 def learn(it: Learner, rollouts: Rollouts) -> Update:
     return it.learn(rollouts, torch.tensor(ADVANTAGES), 1)
 
@@ -58,6 +69,90 @@ def test_every_logprob_is_of_the_rollout_s_temperature(tmp_path: Path, policy: P
     assert (plain - expected).abs().max() > 0.01
     assert update.metrics["actor/kl_loss"] == pytest.approx(0.0, abs=1e-9)
     assert update.metrics["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_exact_mode_scores_a_whole_step_every_n_steps(
+    tmp_path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps 1 and 4 of 5; the others compare their first minibatch, and all weights are those of scoring every step."""
+    scored: list[tuple[int, int]] = []
+    real = learner.score_rollouts
+
+    def count(model: Decoder, rollouts: Rollouts, *rest: Any, **kwargs: Any) -> torch.Tensor:
+        scored.append((step, len(rollouts)))
+        return real(model, rollouts, *rest, **kwargs)
+
+    monkeypatch.setattr(learner, "score_rollouts", count)
+    found = {}
+    for every in (1, 3, 0):
+        scored.clear()
+        it = Learner(
+            copy.deepcopy(policy[0]), tiny_config(tmp_path, trainer={"minibatches": 2, "check_exact_every": every})
+        )
+        shares = []
+        for step in range(1, 6):
+            rollouts = sampled(it.model)
+            update = it.learn(rollouts, torch.tensor(ADVANTAGES), step)
+            shares.append(update.metrics["mismatch/tokens_checked_share"])
+            assert torch.equal(update.trainer_logprobs, rollouts.rollout_logprobs)
+        found[every] = list(it.model.state_dict().values()), [*scored], shares
+    assert [steps for _, steps, _ in found.values()] == [[(step, 4) for step in range(1, 6)], [(1, 4), (4, 4)], []]
+    assert [shares for *_, shares in found.values()] == [[1.0] * 5, [1.0, 0.4, 0.4, 1.0, 0.4], [0.4] * 5]
+    for weights, *_ in found.values():
+        assert all(torch.equal(a, b) for a, b in zip(weights, found[1][0], strict=True))
+    scored.clear()
+    one = Learner(policy[0], tiny_config(tmp_path, trainer={"minibatches": 1, "check_exact_every": 1}))
+    update = one.learn(sampled(one.model), torch.tensor(ADVANTAGES), 1)
+    assert not scored and update.metrics["mismatch/tokens_checked_share"] == 1.0  # by the minibatch itself
+
+
+@pytest.mark.parametrize("sequence", [1, 3], ids=["first minibatch", "second minibatch"])
+@pytest.mark.parametrize("step", [1, 2])
+def test_what_differs_in_a_checked_minibatch_updates_nothing(
+    tmp_path: Path, policy: Policy, step: int, sequence: int
+) -> None:
+    """Of a step that is compared whole, and of one whose first minibatch alone is."""
+    it = Learner(policy[0], tiny_config(tmp_path, trainer={"minibatches": 2, "check_exact_every": 2}))
+    rollouts = sampled(it.model)
+    token = sum(LENS[:sequence])
+    rollouts.rollout_logprobs[token] = rollouts.rollout_logprobs[token].nextafter(torch.tensor(0.0))
+    if step == 2 and sequence == 3:
+        it.learn(rollouts, torch.tensor(ADVANTAGES), step)
+        assert it.num_updates == 2
+        return
+    before = [x.clone() for x in it.model.state_dict().values()]
+    with pytest.raises(ExactnessError, match=f"step {step}, sequence {sequence} .*position 0 .* 1 of"):
+        it.learn(rollouts, torch.tensor(ADVANTAGES), step)
+    assert it.num_updates == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, it.model.state_dict().values(), strict=True))
+
+
+def test_the_first_minibatch_is_not_scored_twice(
+    tmp_path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without exact mode the later ones alone are scored, unless a correction looks at the whole step."""
+    scored: list[list[list[int]]] = []
+    real = learner.score_rollouts
+
+    def note(model: Decoder, rollouts: Rollouts, *rest: Any, **kwargs: Any) -> torch.Tensor:
+        scored.append(rollouts.sequences)
+        return real(model, rollouts, *rest, **kwargs)
+
+    monkeypatch.setattr(learner, "score_rollouts", note)
+    config = trainer_config(tmp_path, lr_warmup_steps=10**30)  # weights stay
+    config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl_coef": 0.0})})
+    rollouts = random_rollouts(policy[0])
+    rollouts.rollout_logprobs.sub_(0.25)
+    update = learn(Learner(policy[0], config), rollouts)
+    torch.testing.assert_close(update.trainer_logprobs, logprobs(policy[0], rollouts))
+    assert update.metrics["mismatch/tokens_checked_share"] == 1.0
+    assert update.metrics["mismatch/logprob_abs_diff_mean"] == pytest.approx(0.25, abs=1e-5)
+    assert update.metrics["actor/ppo_kl"] == pytest.approx(
+        0.0, abs=1e-6
+    )  # against the trainer's own, not the sampler's
+    whole = config.model_copy(update={"correction": CorrectionSection(reject="token", reject_low=0.5, reject_high=2.0)})
+    learn(Learner(policy[0], whole), rollouts)
+    assert scored == [rollouts.sequences[2:], rollouts.sequences]
 
 
 def test_the_learning_rate_of_each_update(tmp_path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,7 +233,8 @@ class Learner:
         every = config.trainer.check_exact_every
         scores_all = config.correction.needs_whole_step
         if config.exact:
-            scores_all = size < len(rollouts) and every > 0 and (step - 1) % every == 0
+            is_due = every > 0 and (step - 1) % every == 0
+            scores_all = size < len(rollouts) and (is_due or not any(rollouts.response_lens[:size]))
             if not scores_all:
                 return reported, size
         num_own = 0 if scores_all else size

@@ -106,6 +106,16 @@ def test_exact_mode_scores_a_whole_step_every_n_steps(
     assert not scored and update.metrics["mismatch/tokens_checked_share"] == 1.0  # by the minibatch itself
 
 
+def test_a_first_minibatch_without_tokens_leaves_the_check_to_the_whole_step(tmp_path: Path, policy: Policy) -> None:
+    """As of episodes that ended before the policy wrote anything."""
+    it = Learner(policy[0], tiny_config(tmp_path, trainer={"minibatches": 2, "check_exact_every": 0}))
+    rollouts = make_rollouts([0, 0, 3, 2])
+    rollouts.rollout_logprobs.copy_(
+        torch.cat(sequence_logprobs(it.model, rollouts.sequences, prompt_lens=[2] * 4)).detach()
+    )
+    assert it.learn(rollouts, torch.tensor(ADVANTAGES), 2).metrics["mismatch/tokens_checked_share"] == 1.0
+
+
 @pytest.mark.parametrize("sequence", [1, 3], ids=["first minibatch", "second minibatch"])
 @pytest.mark.parametrize("step", [1, 2])
 def test_what_differs_in_a_checked_minibatch_updates_nothing(

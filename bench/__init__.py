@@ -16,7 +16,7 @@ BENCHMARKS = {
     "quant": "quantizers and fused norm or activation with quantization, against a copy",
     "linear": "forward and backward of one linear, quantization included",
     "layer": "forward and backward of one transformer layer",
-    "step": "a training step of six Llama-3-8B layers",
+    "step": "a training step of six Llama-3-8B layers, and of a whole model of eight with head and loss",
     "sizes": "the step's speedup in the layer shapes of 1B to 30B models",
     "capacity": "how much of a Llama-3-8B-wide model and batch one GPU holds, with its head and loss",
     "qdq": "Llama's and GPT-J's blocks with explicit Q/DQ pairs, as they stand and fused",

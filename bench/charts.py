@@ -80,14 +80,14 @@ def plot_bars(name: str, figures: Figures, path: Path) -> None:
 
 
 def plot_sizes(figures: Figures, path: Path) -> None:
-    """Speedup over compiled bf16 by model size."""
+    """Speedup over the fastest bf16 by model size."""
     series: dict[str, list[tuple[str, float]]] = {}
     for case in figures.cases:
         size, variant = split_case(case)
         value = figures.value(case, "speedup")
         if value is not None and "octavo" in variant:
             series.setdefault(variant, []).append((size, value))
-    x_label, y_label = "model whose layers these are", "speedup over compiled bf16"
+    x_label, y_label = "model whose layers these are", "speedup over bf16"
     lines(path, series, title="a training step by model size", x_label=x_label, y_label=y_label)
 
 

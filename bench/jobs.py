@@ -14,7 +14,7 @@ from octavo.run.atomic import write_atomic
 
 # Seconds of each on an H200, the process's start included: the longest begin first, and none that would end late.
 SECONDS = {
-    "gemm": 25, "quant": 40, "linear": 190, "layer": 75, "step": 190, "sizes": 130, "capacity": 190, "qdq": 60,
+    "gemm": 25, "quant": 40, "linear": 190, "layer": 80, "step": 480, "sizes": 150, "capacity": 190, "qdq": 60,
     "serve 8b-512x1000 bf16,fp8": 420, "serve 8b-512x1000 fp8-kv,rowwise-kv,exact": 520,
     "serve 8b-mixed": 160, "serve 8b-64x8192": 110, "serve 8b-single": 40,
     "serve 30b-a3b-256x512": 250, "serve gptj-1": 60, "serve gptj-8": 70, "serve gptj-64": 100,

@@ -1,6 +1,7 @@
 """Times training steps of variants that do not fit into memory side by side: build, warm up, time, free, the next.
 
-Another pass over all variants shows drift of the clock.
+Another pass over all variants shows drift of the clock. What a variant ran with, its optimizer and its attention, is
+read from what ran, so that a comparison can refuse unequal ones.
 """
 
 import dataclasses
@@ -9,6 +10,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -22,15 +24,109 @@ from bench.timing import synchronize
 WARMUP_STEPS, TIMED_STEPS = 4, 8
 
 
+class TrainingStep:
+    """Forward, backward, clipping where it is asked for, and the optimizer's step.
+
+    Args:
+        make_loss: the forward; returns a scalar with a gradient.
+        optimizer: of every parameter that trains.
+        max_grad_norm: that all gradients together are clipped to; None for no clipping.
+
+    Attributes:
+        grad_norm: of the last step's gradients before clipping; None without clipping.
+    """
+
+    def __init__(
+        self,
+        make_loss: Callable[[], torch.Tensor],
+        optimizer: torch.optim.Optimizer,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        self._make_loss, self.optimizer, self._max_grad_norm = make_loss, optimizer, max_grad_norm
+        self.grad_norm: torch.Tensor | None = None
+
+    def __call__(self) -> torch.Tensor:
+        """One step; its loss."""
+        loss = self._make_loss()
+        loss.backward()
+        if self._max_grad_norm is not None:
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            self.grad_norm = torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+class StepWorkload(Protocol):
+    """What all variants of a comparison do."""
+
+    def check(self, variant: StackVariant) -> object:
+        """Before anything is timed, at a small size.
+
+        Raises:
+            BackendError: a result that is off.
+        """
+
+    def build(self, variant: StackVariant) -> TrainingStep:
+        """Its step on the device, from the same weights and with the same batch as every other variant's."""
+
+    def check_first(self, variant: StackVariant, loss: float, grad_norm: float | None) -> None:
+        """Of its first step at full size, which is not timed.
+
+        Raises:
+            BackendError: a result that is off.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class StackWorkload:
+    """Layers alone; the loss is the mean square of what they make of the input."""
+
+    shape: StackShape
+    device: str
+
+    def check(self, variant: StackVariant) -> object:
+        """See StepWorkload."""
+        return check_variant(variant, self.shape, self.device)
+
+    def build(self, variant: StackVariant) -> TrainingStep:
+        """See StepWorkload."""
+        layers = build_layers(variant, self.shape, self.device)
+        optimizer = build_optimizer(variant, [p for layer in layers for p in layer.parameters()], self.device)
+        calls = runners(variant, layers, self.device)
+
+        def forward(h: torch.Tensor) -> torch.Tensor:
+            for call in calls:
+                h = call(h)
+            return h
+
+        return training_step(forward, optimizer, draw_input(self.shape, self.device))
+
+    def check_first(self, variant: StackVariant, loss: float, grad_norm: float | None) -> None:
+        """Nothing: its last loss is compared, and there is no clipping."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """One variant, once: milliseconds of each timed step, bytes at the peak, joules a step, loss of the last step."""
+    """One variant, once.
+
+    Args:
+        times_ms: milliseconds of each timed step.
+        peak_bytes: of memory; 0 on a CPU.
+        joules: a step.
+        energy_source: of joules.
+        loss: of the last step.
+        optimizer: what describe_optimizer says of it after the steps.
+        attention: torch's attention kernels that a step called.
+    """
 
     times_ms: tuple[float, ...]
     peak_bytes: int
     joules: float | None
     energy_source: str
     loss: float
+    optimizer: str
+    attention: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,27 +169,49 @@ class VariantResult:
         """After the first pass's steps."""
         return self.passes[0].loss
 
+    @property
+    def settings(self) -> str:
+        """Optimizer and attention that it ran with."""
+        return f"{self.passes[0].optimizer}; attention by {self.passes[0].attention}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """A variant that did not run to the end: which error, and its text."""
+
+    variant: StackVariant
+    error: str
+    text: str
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Whether it did not fit."""
+        return self.error == torch.OutOfMemoryError.__name__
+
+    def __str__(self) -> str:
+        return f"{self.variant.name}: {self.error}: {self.text}"
+
 
 def measure_variants(
-    variants: list[StackVariant], shape: StackShape, device: str, *, num_passes: int
-) -> tuple[list[VariantResult], list[str]]:
+    variants: list[StackVariant], workload: StepWorkload, device: str, *, num_passes: int
+) -> tuple[list[VariantResult], list[Failure]]:
     """Check and time each variant, `num_passes` times over all of them.
 
     Returns:
-        (results of the variants that ran, in order, complaints about those that did not).
+        (results of the variants that ran, in order, failures of those that did not).
     """
     passes: dict[StackVariant, list[Pass]] = {variant: [] for variant in variants}
-    complaints = []
+    failures = []
     for index in range(num_passes):
         for variant in variants:
             if len(passes[variant]) < index:  # it failed before
                 continue
             try:
                 if index == 0:
-                    check_variant(variant, shape, device)
-                done = _measure_variant(variant, shape, device)
-            except Exception as error:  # the other variants' figures are worth having; the exit code is 1
-                complaints.append(f"{variant.name}: {type(error).__name__}: {error}")
+                    workload.check(variant)
+                done = _measure_variant(variant, workload, device)
+            except Exception as error:  # the other variants' figures are worth having
+                failures.append(Failure(variant, type(error).__name__, str(error)))
                 traceback.print_exc()
                 continue
             finally:
@@ -101,14 +219,17 @@ def measure_variants(
             passes[variant].append(done)
             print(f"pass {index + 1}: {variant.name:<34} {statistics.median(done.times_ms):8.1f} ms", flush=True)
     results = [VariantResult(variant, tuple(done)) for variant, done in passes.items() if len(done) == num_passes]
-    return results, complaints
+    return results, failures
 
 
-def _measure_variant(variant: StackVariant, shape: StackShape, device: str) -> Pass:
-    step = _build_step(variant, shape, device)
+def _measure_variant(variant: StackVariant, workload: StepWorkload, device: str) -> Pass:
+    step = workload.build(variant)
     with attention_backend(device):
-        for _ in range(WARMUP_STEPS):
+        first = float(step())
+        workload.check_first(variant, first, None if step.grad_norm is None else float(step.grad_norm))
+        for _ in range(WARMUP_STEPS - 2):
             step()
+        attention = find_attention(step)
         synchronize(device)
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -121,36 +242,35 @@ def _measure_variant(variant: StackVariant, shape: StackShape, device: str) -> P
                 times_ms.append((time.perf_counter() - start) * 1e3)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     joules = None if energy.joules is None else energy.joules / TIMED_STEPS
-    return Pass(tuple(times_ms), peak, joules, energy.source, float(loss))
+    settings = describe_optimizer(step.optimizer), attention
+    return Pass(tuple(times_ms), peak, joules, energy.source, float(loss), *settings)
 
 
-def _build_step(variant: StackVariant, shape: StackShape, device: str) -> Callable[[], torch.Tensor]:
-    layers = build_layers(variant, shape, device)
-    optimizer = build_optimizer(variant, [p for layer in layers for p in layer.parameters()], device)
-    calls = runners(variant, layers, device)
-    x = draw_input(shape, device)
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """Whose it is, whether torch's is fused, its settings, how many parameters it has and what it keeps of them."""
+    group = optimizer.param_groups[0]
+    kept = {f"{name} {str(t.dtype).removeprefix('torch.')}" for s in optimizer.state.values() for name, t in s.items()}
+    settings = ", ".join(f"{name} {group[name]}" for name in ("lr", "betas", "eps", "weight_decay"))
+    num_params = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    whose = f"{type(optimizer).__module__.partition('.')[0]}'s {type(optimizer).__name__}"
+    fused = ", fused" if group.get("fused") else ""
+    return f"{whose}{fused} ({settings}) of {num_params:,} parameters, {', '.join(sorted(kept))}"
 
-    def forward(h: torch.Tensor) -> torch.Tensor:
-        for call in calls:
-            h = call(h)
-        return h
 
-    return training_step(forward, optimizer, x)
+def find_attention(step: Callable[[], object]) -> str:
+    """Names of torch's attention kernels, forward, that a step calls: compiled or not it calls them by these."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    called = {event.key for event in profile.key_averages()}
+    found = sorted(name for name in called if name.startswith("aten::_") and "attention" in name)
+    return ", ".join(name.removeprefix("aten::_") for name in found if "backward" not in name)
 
 
 def training_step(
     forward: Callable[[torch.Tensor], torch.Tensor], optimizer: torch.optim.Optimizer, x: torch.Tensor
-) -> Callable[[], torch.Tensor]:
-    """A step over the mean square of what `forward` makes of x; it returns the loss."""
-
-    def step() -> torch.Tensor:
-        loss = forward(x).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return step
+) -> TrainingStep:
+    """A step over the mean square of what `forward` makes of x."""
+    return TrainingStep(lambda: forward(x).float().square().mean(), optimizer)
 
 
 def free_variant(device: str) -> None:

@@ -69,7 +69,7 @@ CODE: dict[str, tuple[str, ...]] = {
     "serve": _ENGINE,
     "serve_2d966c2": _ENGINE,
     "sizes": _LINEAR,
-    "step": _LINEAR,
+    "step": (*_LINEAR, "octavo/models"),
     "step_host": _ENGINE,
     "tensor": (
         *_ENGINE,

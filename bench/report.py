@@ -8,7 +8,7 @@ from bench.figures import Column, Figures
 from bench.record import Record
 
 THROUGHPUT, BATCH, SERVED_THROUGHPUT = "output throughput", "largest batch", "throughput through the server"
-STEP_TIME = "step time"
+STEP_TIME, FAILED = "step time", "failed"
 RECOMPUTED = "tokens computed again"
 FORWARD_LAYOUT, BOTH_LAYOUTS = "refit, forward layout", "refit, both layouts"
 DELTA, DELTA_WITH_GRADIENT = "largest difference to the scoring", "largest difference to the learning pass"
@@ -171,6 +171,11 @@ TABLES: dict[str, Tables] = {
             Column("J a step", "energy a step", ",.0f"),
             _ROOFLINE,
         ),
+        (
+            Column("x, FP8 AdamW over torch's", "speed over torch's AdamW", ".2f"),
+            Column("memory over torch's", "peak memory over torch's AdamW", ".2f"),
+        ),
+        (Column("did not run", FAILED, ",.0f"),),
     ),
     "sizes": ((Column("ms", STEP_TIME, ".1f"), Column("x", "speedup", ".2f")),),
     "capacity": ((Column("most tokens a step", "most tokens a step", ",.0f"),),),

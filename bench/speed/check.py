@@ -17,7 +17,7 @@ CHECK_TOKENS = 256
 # in E5M2 20).
 MIN_BF16_DB = 30.0
 MIN_FP8_DB = 17.0
-_CALLS_BEFORE = 3  # delayed scaling's scales come from the steps before
+CALLS_BEFORE = 3  # delayed scaling's scales come from the steps before
 
 
 def check_variant(variant: StackVariant, shape: StackShape, device: str) -> dict[str, float]:
@@ -46,7 +46,7 @@ def check_variant(variant: StackVariant, shape: StackShape, device: str) -> dict
 def _branches(layer: nn.Module, x: torch.Tensor, grad: torch.Tensor, device: str) -> dict[str, torch.Tensor]:
     """What the layer adds to its input and to the gradient that passes it by."""
     with attention_backend(device):
-        for _ in range(_CALLS_BEFORE):
+        for _ in range(CALLS_BEFORE):
             if isinstance(layer, TransformerLayer):  # as after a step; delayed scaling's first scales are 1
                 mark_weights_updated(layer)
             leaf = x.clone().requires_grad_()

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from torch import nn
 
-from bench.speed.stack import EPS
+from bench.speed.stack import EPS, Rotate
 
 TORCHAO, LIGER = "torchao", "liger-kernel"
 TORCHAO_RECIPES = ("tensorwise", "rowwise")
@@ -49,6 +49,12 @@ def liger_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def liger_gated_unit(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """SwiGLU's elementwise part by Liger."""
     return import_module("liger_kernel.ops").LigerSiLUMulFunction.apply(gate, up)
+
+
+def liger_rotate(cos: torch.Tensor, sin: torch.Tensor) -> Rotate:
+    """RoPE by Liger, which writes over q and k; cos and sin [S, D]."""
+    function = import_module("liger_kernel.ops").LigerRopeFunction
+    return lambda q, k: function.apply(q, k, cos[None], sin[None])[:2]  # newer ones return the tables too
 
 
 def liger_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""`octavo bench sizes`: the step's speedup over compiled bf16 in the layer shapes of 1B, 3B, 7B, 13B and 30B models."""
+"""`octavo bench sizes`: the step's speedup over bf16 in the layer shapes of 1B, 3B, 7B, 13B and 30B models."""
 
 import dataclasses
 
-from bench.measure import TIMED_STEPS, VariantResult, measure_variants
+from bench.measure import TIMED_STEPS, StackWorkload, VariantResult, measure_variants
 from bench.options import BenchOptions
 from bench.outcome import Outcome
 from bench.record import Record
@@ -10,8 +10,8 @@ from bench.report import format_results
 from bench.speed.ceilings import measure_ceilings
 from bench.speed.peers import describe_peers
 from bench.speed.stack import StackShape
-from bench.speed.step import TOY, add_step_time, choose_shape, compare_losses, find_base
-from bench.speed.variants import BASE_NAME, make_variants
+from bench.speed.step import TOY, add_step_time, choose_shape, compare_results, find_base
+from bench.speed.variants import make_variants
 
 # Layers of Llama-3.2-1B, Llama-3.2-3B, Llama-2-7B, Llama-2-13B and the first Llama's 30B, the same tokens a step.
 SIZES = (
@@ -46,8 +46,9 @@ def run(options: BenchOptions) -> Outcome:
     ]
     for shape in sizes:
         print(shape)
-        results, wrong = measure_variants(variants, shape, options.device, num_passes=options.passes or 1)
-        complaints += [f"{shape.name} {complaint}" for complaint in wrong + compare_losses(results)]
+        workload = StackWorkload(shape, options.device)
+        results, failures = measure_variants(variants, workload, options.device, num_passes=options.passes or 1)
+        complaints += [f"{shape.name} {complaint}" for complaint in (*failures, *compare_results(results))]
         first_row = len(record.rows)
         _add_size(record, shape, results)
         print(format_results(record, "sizes", first_row), flush=True)
@@ -55,9 +56,9 @@ def run(options: BenchOptions) -> Outcome:
 
 
 def _add_size(record: Record, shape: StackShape, results: list[VariantResult]) -> None:
-    base = find_base(results)
+    prefix = f"{shape.name} "
     for r in results:
-        name = f"{shape.name} {r.variant.name}"
-        add_step_time(record, name, r, base)
+        base = find_base(results, r.variant)
+        add_step_time(record, prefix, r, base)
         if base is not None:
-            record.add_ratio(name, "speedup", base.step_ms / r.step_ms, BASE_NAME)
+            record.add_ratio(prefix + r.variant.name, "speedup", base.step_ms / r.step_ms, prefix + base.variant.name)

@@ -1,7 +1,7 @@
 """The stack that `layer`, `step` and `sizes` measure: Llama's layer in plain torch, its sizes, its FLOPs.
 
 No lm_head, no embedding and no RoPE: what is left is what FP8 can speed up, beside attention and the optimizer.
-B batch, S tokens a sequence, H hidden, D head_dim.
+bench.speed.whole_model has all of these. B batch, S tokens a sequence, H hidden, D head_dim.
 """
 
 import dataclasses
@@ -14,11 +14,12 @@ from torch import nn
 EPS = 1e-5
 Norm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 GatedUnit = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Rotate = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
 class StackShape:
-    """Sizes of a stack and of its batch."""
+    """Sizes of a stack and of its batch; vocab_size is that of the embedding and the head around it, 0 for none."""
 
     name: str
     hidden_size: int
@@ -29,6 +30,7 @@ class StackShape:
     layers: int
     batch: int
     seq_len: int
+    vocab_size: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -44,13 +46,14 @@ class StackShape:
 
     @property
     def num_params(self) -> int:
-        """Parameters of the whole stack."""
+        """Parameters of the whole stack, and of embedding, last norm and head where it has them."""
         linears = sum(n * k for n, k in self.linear_sizes.values())
-        return self.layers * (linears + 2 * self.hidden_size)
+        around = (2 * self.vocab_size + 1) * self.hidden_size if self.vocab_size else 0
+        return self.layers * (linears + 2 * self.hidden_size) + around
 
     @property
     def linear_flops(self) -> float:
-        """Of a step's linears: output, grad_input and grad_weight."""
+        """Of a step's linears in the layers: output, grad_input and grad_weight."""
         a_token = sum(2.0 * n * k for n, k in self.linear_sizes.values())
         return 3 * a_token * self.num_tokens * self.layers
 
@@ -60,16 +63,27 @@ class StackShape:
         forward = 2.0 * self.batch * self.seq_len**2 * self.num_heads * self.head_dim
         return 3 * forward * self.layers
 
+    @property
+    def head_flops(self) -> float:
+        """Of a step's head, nothing recomputed."""
+        return 3 * 2.0 * self.vocab_size * self.hidden_size * self.num_tokens
+
     def __str__(self) -> str:
         return f"{self.layers} layers of {self.name}, {self.batch} x {self.seq_len} tokens"
 
 
 class PlainLayer(nn.Module):
-    """A Llama layer as anyone writes it in torch: norm, attention, norm, SwiGLU."""
+    """A Llama layer as anyone writes it in torch: norm, attention, norm, SwiGLU.
 
-    def __init__(self, shape: StackShape, norm: Norm, gated_unit: GatedUnit) -> None:
+    Args:
+        norm: RMSNorm.
+        gated_unit: SwiGLU's elementwise part.
+        rotate: RoPE over q [B, heads, S, D] and k; None for none.
+    """
+
+    def __init__(self, shape: StackShape, norm: Norm, gated_unit: GatedUnit, rotate: Rotate | None = None) -> None:
         super().__init__()
-        self.shape, self._norm, self._gated_unit = shape, norm, gated_unit
+        self.shape, self._norm, self._gated_unit, self._rotate = shape, norm, gated_unit, rotate
         self.attention_norm = nn.Parameter(torch.ones(shape.hidden_size))
         self.ffn_norm = nn.Parameter(torch.ones(shape.hidden_size))
         sizes = shape.linear_sizes
@@ -87,6 +101,8 @@ class PlainLayer(nn.Module):
         batch, seq_len, _ = h.shape
         heads = (batch, seq_len, -1, self.shape.head_dim)
         q, k, v = (project(h).view(heads).transpose(1, 2) for project in (self.q, self.k, self.v))  # [B, heads, S, D]
+        if self._rotate is not None:
+            q, k = self._rotate(q, k)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2).reshape(batch, seq_len, -1)
 
@@ -99,6 +115,16 @@ def torch_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def torch_gated_unit(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """SwiGLU's elementwise part by torch."""
     return F.silu(gate) * up
+
+
+def torch_rotate(cos: torch.Tensor, sin: torch.Tensor) -> Rotate:
+    """RoPE by torch, as transformers writes Llama's; cos and sin [S, D] of the model's dtype."""
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+    return lambda q, k: (turn(q), turn(k))
 
 
 def draw_weights(shape: StackShape, seed: int, device: str) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.options import BenchOptions
 from bench.speed import peers
-from bench.speed.stack import PlainLayer, StackShape, draw_weights, torch_gated_unit, torch_norm
+from bench.speed.stack import PlainLayer, Rotate, StackShape, draw_weights, torch_gated_unit, torch_norm
 from octavo.nn import TransformerLayer, convert
 from octavo.optim import AdamW
 
@@ -48,33 +48,52 @@ class StackVariant:
     fp8_optimizer: bool = False
 
 
-BASE = StackVariant(BASE_NAME, "plain", compiled=True)
+BASE, PLAIN = StackVariant(BASE_NAME, "plain", compiled=True), StackVariant("bf16", "plain")
 
 
 def make_variants(options: BenchOptions, *, fp8_optimizer: bool) -> list[StackVariant]:
-    """The variants that this run measures, compiled bf16 first: peers where installed, then octavo's.
+    """The variants that this run measures: plain bf16, peers where installed, then octavo's.
 
     Args:
-        fp8_optimizer: also octavo's variants with the FP8 optimizer.
+        fp8_optimizer: also plain bf16's and octavo's variants with the FP8 optimizer.
     """
     found = peers.peer_versions(options.device)
-    variants = [StackVariant("Liger bf16", "liger")] if peers.LIGER in found else []
+    others = [StackVariant("Liger bf16", "liger")] if peers.LIGER in found else []
     if peers.TORCHAO in found:
-        variants += [StackVariant(f"torchao {r}, compiled", "torchao", r, compiled=True) for r in peers.TORCHAO_RECIPES]
+        others += [StackVariant(f"torchao {r}, compiled", "torchao", r, compiled=True) for r in peers.TORCHAO_RECIPES]
     ours = [StackVariant(f"octavo {recipe}", "octavo", recipe) for recipe in ("bf16", *options.recipes)]
     if options.compiled:
         ours += [dataclasses.replace(variant, name=f"{variant.name}, compiled", compiled=True) for variant in ours]
-    variants += ours
-    variants = [BASE, *(variant for variant in variants if options.wants(variant.name))]
-    with_fp8 = [dataclasses.replace(variant, name=f"{variant.name}, FP8 AdamW", fp8_optimizer=True) for variant in ours]
-    wanted = [variant for variant in with_fp8 if fp8_optimizer and options.wants(variant.name)]
-    # bf16 with the same optimizer is what their losses are compared with
-    return [*variants, *([with_fp8[0]] if wanted and with_fp8[0] not in wanted else []), *wanted]
+    with_fp8 = [
+        dataclasses.replace(variant, name=f"{variant.name}, FP8 AdamW", fp8_optimizer=True)
+        for variant in (BASE, PLAIN, *ours)
+    ]
+    return with_baselines([BASE, PLAIN, *others, *ours], options) + with_baselines(
+        with_fp8 if fp8_optimizer else [], options
+    )
 
 
-def build_layers(variant: StackVariant, shape: StackShape, device: str) -> list[nn.Module]:
-    """The variant's layers in bf16 on the device, not compiled; layer i has the same weights in every variant."""
-    return [_build_layer(variant, shape, draw_weights(shape, seed, device), device) for seed in range(shape.layers)]
+def with_baselines(variants: list[StackVariant], options: BenchOptions, prefix: str = "") -> list[StackVariant]:
+    """Those of one optimizer that were asked for, and every bf16 one, the fastest of which they are compared with.
+
+    Args:
+        prefix: of their cases' names.
+    """
+    wanted = [variant for variant in variants if options.wants(prefix + variant.name)]
+    return [variant for variant in variants if variant in wanted or (wanted and variant.recipe == "bf16")]
+
+
+def build_layers(
+    variant: StackVariant, shape: StackShape, device: str, rotate: Rotate | None = None
+) -> list[nn.Module]:
+    """The variant's layers in bf16 on the device, not compiled; layer i has the same weights in every variant.
+
+    Args:
+        rotate: RoPE of plain layers.
+    """
+    return [
+        _build_layer(variant, shape, draw_weights(shape, seed, device), device, rotate) for seed in range(shape.layers)
+    ]
 
 
 def runners(
@@ -100,12 +119,14 @@ def attention_backend(device: str) -> contextlib.AbstractContextManager[object]:
     return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION])
 
 
-def _build_layer(variant: StackVariant, shape: StackShape, weights: dict[str, torch.Tensor], device: str) -> nn.Module:
+def _build_layer(
+    variant: StackVariant, shape: StackShape, weights: dict[str, torch.Tensor], device: str, rotate: Rotate | None
+) -> nn.Module:
     if variant.family == "octavo":
         return _build_octavo(variant, shape, weights, device)
     norms = (peers.liger_norm, peers.liger_gated_unit) if variant.family == "liger" else (torch_norm, torch_gated_unit)
     with torch.device(device):
-        layer = PlainLayer(shape, *norms).to(torch.bfloat16)
+        layer = PlainLayer(shape, *norms, rotate).to(torch.bfloat16)
     with torch.no_grad():
         for name, weight in weights.items():
             layer.get_submodule(name).weight.copy_(weight)  # type: ignore[operator]

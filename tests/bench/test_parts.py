@@ -10,7 +10,7 @@ import torch
 
 from bench import BenchOptions, Outcome
 from bench.energy import _Sampler, measure_energy
-from bench.measure import Pass, VariantResult
+from bench.measure import VariantResult
 from bench.outcome import finish
 from bench.record import Record, Timing
 from bench.report import format_results, format_table, number
@@ -20,18 +20,15 @@ from bench.speed.linear import CaseTimings
 from bench.speed.qdq import plain_dequantize, plain_quantize
 from bench.speed.speed_table import write_speed_table
 from bench.speed.stack import StackShape
-from bench.speed.step import LLAMA_3_8B, add_results, compare_losses, floor_s
+from bench.speed.step import LLAMA_3_8B, add_results, floor_s
 from bench.speed.variants import BASE, StackVariant
 from octavo.errors import BackendError, ConfigError
 from octavo.qdq import dequantize, quantize
 from tests.assertions import assert_raises
+from tests.bench.quick import make_pass
 
 QUICK = BenchOptions(device="cpu", quick=True)
 BLOCKWISE = StackVariant("octavo blockwise", "octavo", "blockwise")
-
-
-def make_pass(ms: float, loss: float = 1.0, peak: int = 2**30, joules: float | None = 10.0) -> Pass:
-    return Pass((ms, ms, ms), peak, joules, "a test", loss)
 
 
 def test_options_refuse() -> None:
@@ -96,18 +93,6 @@ def test_results_are_means_of_the_passes_medians() -> None:
     speedups = {row["case"]: row["value"] for row in record.rows if row["metric"] == "speedup"}
     assert speedups == {"bf16, compiled": 1.0, "octavo blockwise": 2.0}
     assert "2.00" in format_results(record, "step")
-
-
-def test_a_loss_that_strays_is_a_complaint() -> None:
-    base = VariantResult(BASE, (make_pass(1.0, loss=1.0),))
-    for loss in (1.02, 0.97, math.nan):
-        other = VariantResult(StackVariant("other", "octavo"), (make_pass(1.0, loss=loss),))
-        assert compare_losses([base, other])[0].startswith("other: loss")
-    assert compare_losses([base, VariantResult(StackVariant("other", "octavo"), (make_pass(1.0, loss=1.005),))]) == []
-    assert compare_losses([]) == []
-    compact = StackVariant("a, FP8 AdamW", "octavo", "rowwise", fp8_optimizer=True)
-    (alone,) = compare_losses([base, VariantResult(compact, base.passes)])
-    assert alone == "a, FP8 AdamW: no bf16 variant with its optimizer ran, so its loss was compared with nothing"
 
 
 @pytest.mark.parametrize("setting", [None, 3])

@@ -28,7 +28,8 @@ def ours(*recipes: str, end: str = "") -> set[str]:
 
 SLOW = pytest.mark.slow
 BF16 = "bf16, compiled"
-STEPS = ours("bf16", "delayed") | ours("bf16", "delayed", end=", FP8 AdamW")
+STEPS = {BF16, "bf16"} | ours("bf16", "delayed")
+STEPS |= {f"{case}, FP8 AdamW" for case in STEPS} | {f"whole model, {case}" for case in STEPS}
 PAIRS = ("bf16", "Q/DQ", "Q/DQ fused", "Q/DQ fused, fast sums")
 
 
@@ -40,7 +41,7 @@ PAIRS = ("bf16", "Q/DQ", "Q/DQ fused", "Q/DQ fused, fast sums")
         ("capacity", {"recipes": ("rowwise",)}, {"plain torch bf16"} | ours("rowwise"), {"most tokens a step"}),
         pytest.param("quant", {}, set(), {"bandwidth", "share of copy bandwidth"}, marks=SLOW),
         pytest.param(
-            *("step", {"recipes": ("delayed",), "passes": 1}, {BF16} | STEPS),
+            *("step", {"recipes": ("delayed",), "passes": 1}, STEPS),
             {"step time", "throughput", "peak memory", "speedup", "share of the roofline", "loss after 12 steps"},
             marks=SLOW,
         ),

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from bench import BENCHMARKS, BenchOptions, run_benchmark
+from bench import BENCHMARKS, BenchOptions, profiling, run_benchmark
 from bench.options import FP8_RECIPES, RECORDS
 from bench.ranks import ON_RANKS, run_on_ranks
 from bench.serve_options import DEFAULT_RATE, DEFAULT_READY_S, ServeOptions
@@ -13,7 +13,8 @@ from octavo.config import did_you_mean
 from octavo.env import api_key_from_env
 from octavo.errors import ConfigError
 
-_LIST = "; ".join(f"{name}: {summary}" for name, summary in (BENCHMARKS | ON_RANKS).items())
+_ALL = BENCHMARKS | ON_RANKS | profiling.PROFILE
+_LIST = "; ".join(f"{name}: {summary}" for name, summary in _ALL.items())
 _PAGE = Path("docs/performance.md")
 
 
@@ -29,17 +30,25 @@ def command(
     quick: Annotated[bool, typer.Option(help="Toy sizes, few repeats: does it run at all?")] = False,
     device: Annotated[str, typer.Option(help="cuda, or cpu together with --quick.")] = "cuda",
     compiled: Annotated[bool, typer.Option(help="Stacks: also octavo's layers under torch.compile.")] = False,
-    layers: Annotated[int | None, typer.Option(min=1, help="Stacks: layers; serve, rl: layers of the models.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Stacks: layers; serve, rl, profile: layers of the models.")
+    ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Stacks: sequences a step.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Stacks: tokens a sequence.")] = None,
     passes: Annotated[
-        int | None, typer.Option(min=1, help="Stacks: passes over the variants; rl: timed steps.")
+        int | None, typer.Option(min=1, help="Stacks: passes over the variants; rl: timed steps; profile: steps.")
     ] = None,
     write_table: Annotated[Path | None, typer.Option(help="linear: write where FP8 wins to this JSON file.")] = None,
-    workload: Annotated[list[str], typer.Option(help="serve, rl: a workload; repeatable, all by default.")] = [],  # noqa: B006
-    variant: Annotated[list[str], typer.Option(help="serve, rl: such as bf16, fp8, fp8-kv or exact; repeatable.")] = [],  # noqa: B006
+    workload: Annotated[
+        list[str], typer.Option(help="serve, rl, profile: a workload; repeatable, all by default.")
+    ] = [],  # noqa: B006
+    variant: Annotated[
+        list[str], typer.Option(help="serve, rl, profile: such as bf16, fp8, fp8-kv or exact; repeatable.")
+    ] = [],  # noqa: B006
     scale: Annotated[float, typer.Option(help="serve, rl: share of the requests, up to 1.")] = 1.0,
-    num_requests: Annotated[int | None, typer.Option(min=1, help="serve, rl: requests of each workload.")] = None,
+    num_requests: Annotated[
+        int | None, typer.Option(min=1, help="serve, rl, profile: requests of each workload.")
+    ] = None,
     time_limit: Annotated[float | None, typer.Option(help="serve, rl: seconds; what does not fit is left out.")] = None,
     rate: Annotated[float, typer.Option(help="serve: requests a second of the workload online.")] = DEFAULT_RATE,
     prompt_len: Annotated[int | None, typer.Option(help="serve: tokens of a prompt of online.")] = None,
@@ -60,8 +69,8 @@ def command(
         for path in update_page(records, _PAGE if out is None else out / _PAGE.name):
             typer.echo(f"wrote {path}")
         return
-    if what not in BENCHMARKS | ON_RANKS:
-        known = (*BENCHMARKS, *ON_RANKS, "plot")
+    if what not in _ALL:
+        known = (*_ALL, "plot")
         raise ConfigError(f"unknown benchmark {what!r}; known: {', '.join(known)}{did_you_mean(what, known)}")
     options = BenchOptions(
         device=device,
@@ -91,6 +100,9 @@ def command(
             checkpoint=checkpoint,
         ),
     )
-    run = run_on_ranks if what in ON_RANKS else run_benchmark
-    if not run(what, options):
+    if what in profiling.PROFILE:
+        is_well = profiling.run(options)
+    else:
+        is_well = (run_on_ranks if what in ON_RANKS else run_benchmark)(what, options)
+    if not is_well:
         raise typer.Exit(1)

@@ -28,7 +28,7 @@ from octavo.rl.rollout_batch import Rollouts
 from octavo.run.energy import energy_counter
 
 GEN, SCORE, LEARN, REFIT = "gen", "old_log_prob", "update_actor", "refit"
-_METRICS = {GEN: "sampling", SCORE: "scoring", LEARN: "learning", REFIT: "refit"}
+METRICS = {GEN: "sampling", SCORE: "scoring", LEARN: "learning", REFIT: "refit"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Loop:
         learner = self.learner
         num_updates, num_preemptions = learner.num_updates, self._num_preemptions()
         synchronize(self.device)
-        meter = learner.meter = PhaseMeter(self.joules)
+        meter = learner.meter = self.make_meter()
         rollouts = self.worker.sample(number)
         advantages = grpo_advantages(rollouts.rewards, rollouts.group_ids, norm_by_std=True)
         self._end(meter, GEN)
@@ -126,6 +126,10 @@ class Loop:
             checked_share=update.metrics["mismatch/tokens_checked_share"],
             num_preemptions=self._num_preemptions() - num_preemptions,
         )
+
+    def make_meter(self) -> PhaseMeter:
+        """Of one step."""
+        return PhaseMeter(self.joules)
 
     def _end(self, meter: PhaseMeter, phase: str) -> None:
         synchronize(self.device)  # the loop itself lets the GPU run on into the next phase
@@ -159,7 +163,7 @@ def _check(config: RLConfig, shape: ModelConfig, device: str, variant: LoopVaria
 def _add_rows(record: Record, case: str, steps: list[LoopStep]) -> None:
     times = [step.times[SECONDS + "step"] for step in steps]
     record.add_times(case, STEP_TIME, "s", summarize(times))
-    for phase, metric in _METRICS.items():
+    for phase, metric in METRICS.items():
         record.add_times(case, f"time of {metric}", "s", summarize([step.times[SECONDS + phase] for step in steps]))
         if JOULES + phase in steps[0].times:
             record.add(case, f"energy of {metric}", "J", statistics.median(s.times[JOULES + phase] for s in steps))
@@ -172,5 +176,5 @@ def _add_rows(record: Record, case: str, steps: list[LoopStep]) -> None:
 
 
 def _show(step: LoopStep) -> str:
-    phases = ", ".join(f"{metric} {step.times[SECONDS + phase]:.2f}" for phase, metric in _METRICS.items())
+    phases = ", ".join(f"{metric} {step.times[SECONDS + phase]:.2f}" for phase, metric in METRICS.items())
     return f"{step.times[SECONDS + 'step']:.2f} s ({phases}), largest difference of logprobs {step.max_delta:.3g}"

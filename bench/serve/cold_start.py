@@ -72,18 +72,7 @@ def measure_cold_start(
     Raises:
         BackendError: it failed, or it took longer than timeout_s.
     """
-    limits: dict[str, Any] = {"max_num_seqs": MAX_NUM_SEQS, "gpu_memory_utilization": MEMORY_SHARE}
-    if quick:
-        limits = {"max_num_seqs": 4, "num_kv_pages": 16, "max_model_len": 256}
-    fields = {
-        "path": str(path),
-        "recipe": variant.recipe_name(recipe),
-        "kv_cache_dtype": variant.kv_cache_dtype,
-        "exact": variant.exact,
-        "device": device,
-        "prompt_ids": list(range(1, _PROMPT_LEN + 1)),
-        "limits": limits,
-    }
+    fields = process_fields(path, variant, recipe, device, quick=quick)
     command = [sys.executable, "-m", "bench.serve.first_token", json.dumps(fields)]
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
@@ -93,6 +82,22 @@ def measure_cold_start(
     if stages.pop("num_tokens") != 1:
         raise BackendError(f"the cold process made no token: {line}")
     return ColdStart(seconds, **stages)
+
+
+def process_fields(path: Path, variant: EngineVariant, recipe: str, device: str, *, quick: bool) -> dict[str, Any]:
+    """What bench.serve.first_token is told."""
+    limits: dict[str, Any] = {"max_num_seqs": MAX_NUM_SEQS, "gpu_memory_utilization": MEMORY_SHARE}
+    if quick:
+        limits = {"max_num_seqs": 4, "num_kv_pages": 16, "max_model_len": 256}
+    return {
+        "path": str(path),
+        "recipe": variant.recipe_name(recipe),
+        "kv_cache_dtype": variant.kv_cache_dtype,
+        "exact": variant.exact,
+        "device": device,
+        "prompt_ids": list(range(1, _PROMPT_LEN + 1)),
+        "limits": limits,
+    }
 
 
 def first_line_of(command: list[str], caches: Path, timeout_s: float) -> str:

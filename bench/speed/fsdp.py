@@ -29,6 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # importing i
 
 import octavo
 from bench.measure import TIMED_STEPS, WARMUP_STEPS
+from bench.profiling.kernels import read_kernels
 from bench.program import Program, keeps, multicast
 from bench.record import Record, Timing, summarize
 from bench.speed import overlap, peers
@@ -187,7 +188,7 @@ def trace(record: Record, name: str, step: Callable[[], torch.Tensor], folder: P
         paths = overlap.trace_steps(wait, whole_step, NUM_TRACES, Path(scratch))
         wait()
         table = overlap.trace_host(whole_step, folder / f"{stem}.json.gz")
-        found = [overlap.Timeline(overlap.read_kernels(path)) for path in paths]
+        found = [overlap.Timeline(read_kernels(path)) for path in paths]
     found[-1].draw(folder / f"{stem}.svg", f"{name}: one step on one GPU")
     print(f"{name}\n{found[-1].describe()}\n{table}", flush=True)
     steps = [one.overlaps() for one in found]

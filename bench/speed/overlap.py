@@ -6,13 +6,13 @@ collective's; a collective's time includes the wait for the slowest rank.
 
 import collections
 import dataclasses
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
-_KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace's events
+from bench.profiling.kernels import Kernel, Spans, busy_spans, join_spans
+
 # by what a kernel's name holds; copies between GPUs are collectives by copy engines
 _COLLECTIVES = {
     "AllGather": "all-gather",
@@ -24,22 +24,6 @@ _COLLECTIVES = {
 _TOP = 15
 _COLORS = {"compute": "#30507a", "all-gather": "#c2410c", "reduce-scatter": "#047857"}
 _WIDTH, _ROW, _LABEL = 960, 34, 120  # pixels
-Spans = list[tuple[float, float]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """What a GPU ran: its name, its stream, microseconds of its start and its end."""
-
-    name: str
-    stream: int
-    start_us: float
-    end_us: float
-
-    @property
-    def kind(self) -> str:
-        """Which collective it is of; "" for none."""
-        return next((kind for text, kind in _COLLECTIVES.items() if text in self.name), "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,15 +52,15 @@ class Timeline:
         self.kernels = kernels
         times: collections.Counter[int] = collections.Counter()
         for kernel in kernels:
-            times[kernel.stream] += 0 if kernel.kind else kernel.end_us - kernel.start_us  # type: ignore[assignment]
+            times[kernel.stream] += 0 if _kind(kernel) else kernel.us  # type: ignore[assignment]
         self.stream = max(times, key=times.__getitem__)
         self.start_us = min(kernel.start_us for kernel in kernels)
         self.span_ms = (max(kernel.end_us for kernel in kernels) - self.start_us) / 1e3
-        self.compute = _union(k for k in kernels if k.stream == self.stream and not k.kind)
+        self.compute = busy_spans(k for k in kernels if k.stream == self.stream and not _kind(k))
 
     def of(self, kind: str) -> Spans:
         """When a collective ran."""
-        return _union(kernel for kernel in self.kernels if kernel.kind == kind)
+        return busy_spans(kernel for kernel in self.kernels if _kind(kernel) == kind)
 
     def overlaps(self) -> dict[str, Overlap]:
         """By collective, those that ran."""
@@ -95,21 +79,21 @@ class Timeline:
     @property
     def empty_ms(self) -> float:
         """Of these, when no stream had one: the GPU waited for the host."""
-        return self.span_ms - _ms(_union(self.kernels))
+        return self.span_ms - _ms(busy_spans(self.kernels))
 
     def describe(self) -> str:
         """The kernels that took longest, and where time went."""
         times: collections.Counter[str] = collections.Counter()
         counts: collections.Counter[str] = collections.Counter()
         for kernel in self.kernels:
-            times[kernel.name] += kernel.end_us - kernel.start_us  # type: ignore[assignment]
+            times[kernel.name] += kernel.us  # type: ignore[assignment]
             counts[kernel.name] += 1
         lines = [f"{time / 1e3:9.3f} ms {counts[name]:5} x {name[:110]}" for name, time in times.most_common(_TOP)]
-        beside = [k for k in self.kernels if k.stream != self.stream and not k.kind]
+        beside = [k for k in self.kernels if k.stream != self.stream and not _kind(k)]
         lines += [
             f"{len(self.kernels)} kernels in {self.span_ms:.2f} ms; compute stream busy {_ms(self.compute):.2f}, idle "
             f"{self.idle_ms:.2f}, of which no stream had work {self.empty_ms:.2f}; kernels of other streams that are "
-            f"no collective {_ms(_union(beside)):.2f}"
+            f"no collective {_ms(busy_spans(beside)):.2f}"
         ]
         for kind, one in self.overlaps().items():
             lines.append(f"{kind}: {one.ms:.2f} ms, {one.share:.0%} beside compute, {one.exposed_ms:.2f} ms exposed")
@@ -136,7 +120,7 @@ class Timeline:
             bars = "".join(
                 f"M{_LABEL + (start - self.start_us) * scale:.1f} {y}h{max((end - start) * scale, 0.3):.1f}v24H"
                 f"{_LABEL + (start - self.start_us) * scale:.1f}z"
-                for start, end in _joined(spans, 0.5 / scale)
+                for start, end in join_spans(spans, 0.5 / scale)
             )
             parts.append(f'<path d="{bars}" fill="{_COLORS[name]}"/>')
         parts.append(f'<text x="{_LABEL}" y="{height - 8}">0 ms</text>')
@@ -151,7 +135,7 @@ def trace_steps(
     folder: Path,
     activities: Sequence[ProfilerActivity] = (ProfilerActivity.CUDA,),
 ) -> list[Path]:
-    """Profile so many steps one by one, after one that is thrown away; their traces, for `read_kernels`.
+    """Profile so many steps one by one, after one that is thrown away; their traces.
 
     Args:
         wait: for the other ranks, before each and not in its trace.
@@ -175,29 +159,9 @@ def trace_host(step: Callable[[], object], path: Path) -> str:
     return str(table)
 
 
-def read_kernels(path: Path) -> list[Kernel]:
-    """The GPU's work in a Chrome trace that torch's profiler has written."""
-    events = json.loads(path.read_text())["traceEvents"]
-    return [
-        Kernel(event["name"], int(event["args"]["stream"]), event["ts"], event["ts"] + event["dur"])
-        for event in events
-        if event.get("cat") in _KERNELS
-    ]
-
-
-def _union(kernels: Iterable[Kernel]) -> Spans:
-    return _joined(sorted((kernel.start_us, kernel.end_us) for kernel in kernels), 0.0)
-
-
-def _joined(spans: Spans, gap_us: float) -> Spans:
-    """Sorted spans without overlaps; gaps up to gap_us are closed."""
-    found: Spans = []
-    for start, end in spans:
-        if found and start <= found[-1][1] + gap_us:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((start, end))
-    return found
+def _kind(kernel: Kernel) -> str:
+    """Which collective it is of; "" for none."""
+    return next((kind for text, kind in _COLLECTIVES.items() if text in kernel.name), "")
 
 
 def _both(first: Spans, second: Spans) -> Spans:

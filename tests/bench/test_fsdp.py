@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.profiling.kernels import Kernel
 from bench.record import Record
 from bench.speed import fsdp, overlap
 from octavo.optim import AdamW
@@ -50,14 +51,14 @@ def test_a_cpu_is_not_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_a_trace_gives_rows_and_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = {
         index: [
-            overlap.Kernel("gemm", 7, 0, 10_000),
-            overlap.Kernel("ncclDevKernel_AllGather", 8, 8_000, 12_000 + 1_000 * index),
+            Kernel("gemm", 7, 0, 10_000),
+            Kernel("ncclDevKernel_AllGather", 8, 8_000, 12_000 + 1_000 * index),
         ]
         for index in range(3)
     }
     monkeypatch.setattr(overlap, "trace_steps", lambda *_: [Path(str(index)) for index in kernels])
     monkeypatch.setattr(overlap, "trace_host", lambda *_: "a table")
-    monkeypatch.setattr(overlap, "read_kernels", lambda path: kernels[int(path.name)])
+    monkeypatch.setattr(fsdp, "read_kernels", lambda path: kernels[int(path.name)])
     monkeypatch.setattr(fsdp.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(fsdp, "_wait", lambda _: None)
     record = Record("fsdp", "", device="cpu")

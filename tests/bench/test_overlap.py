@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from torch.profiler import ProfilerActivity
 
-from bench.speed.overlap import Kernel, Timeline, read_kernels, trace_steps
+from bench.profiling.kernels import Kernel, read_kernels
+from bench.speed.overlap import Timeline, trace_steps
 
 GATHER, SCATTER = "ncclDevKernel_AllGather_RING_LL(x)", "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(x)"
 KERNELS = [

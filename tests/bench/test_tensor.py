@@ -1,16 +1,22 @@
 """The bench of cut linears runs on two gloo ranks at toy sizes: what it checks, and its record."""
 
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.serve.shapes import LLAMA_3_70B, make_toy
+from bench.record import Record
+from bench.serve.shapes import LLAMA_3_70B, QWEN3_8B, build_model, make_toy
+from bench.speed.scale.session import Session
 from bench.speed.tensor import __main__ as tensor
 from bench.speed.tensor.large import limit_s
-from octavo.distributed.mesh import Mesh
+from bench.speed.tensor.serving import profile_steps
+from octavo.distributed.mesh import ONE_PROCESS, Mesh
+from octavo.numerics import Numerics
+from octavo.serve import LLM
 from tests.ranks import run_group
 
 
@@ -57,3 +63,14 @@ def test_the_limit_of_a_large_model_is_what_bytes_and_operations_leave() -> None
     assert limit_s(config, prompts, 2, 1e9) == pytest.approx((moved / 1e9 + flops / 1.979e15) / 2)
     operations = flops + 2 * (dense + head) * 3 + 4 * 2 * 128 * (11 + 21 + 12)
     assert limit_s(config, prompts, 1, 1e30) == pytest.approx(operations / 1.979e15)
+
+
+def test_profiled_steps_name_what_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = build_model(make_toy(QWEN3_8B), Numerics(), "cpu")
+    llm = LLM(model, enable_prefix_caching=False, max_num_seqs=2, num_kv_pages=8, max_model_len=128)
+    session = Session(ONE_PROCESS, Record("tensor", "x", device="cpu"), True, tmp_path)
+    profile_steps(session, llm.engine, [([1, 2, 3], 5), ([4, 5], 5)], "a case")
+    said = capsys.readouterr().out
+    assert "== a case" in said and "profiled, a step of 40: wall " in said
+    assert re.search(r"^without the profiler, ms a decode step: [0-9.]+$", said, re.MULTILINE)
+    assert re.search(r"^aten::mm +[0-9.]+ +[0-9.]+", said, re.MULTILINE)

@@ -3,9 +3,8 @@
 import functools
 import math
 
-from torch.autograd.profiler_util import FunctionEvent
-from torch.profiler import ProfilerActivity, profile
-
+from bench.profiling.kernels import watch
+from bench.profiling.step_profile import Profile
 from bench.report import THROUGHPUT
 from bench.serve.host import QUICK_LIMITS
 from bench.serve.measure import EngineRun, median_run, percentile, run_requests, warm_up
@@ -13,7 +12,6 @@ from bench.serve.rows import add_runs
 from bench.serve.workloads import MAX_NUM_SEQS, MEMORY_SHARE, WORKLOADS, Requests, Workload, shrink
 from bench.speed.scale.session import Session
 from bench.speed.tensor.models import LAYOUTS, ONE_GPU, REDUCE, Layout, build, config_of, wanted
-from bench.timing import synchronize
 from octavo.models import Decoder
 from octavo.serve import LLM
 from octavo.serve.engine import Engine
@@ -95,38 +93,10 @@ def time_runs(
 
 def profile_steps(session: Session, engine: Engine, requests: Requests, case: str) -> None:
     """Print what decode steps take without the profiler, and their kernels; prompts are short."""
-    is_cuda = session.device.type == "cuda"
     short = [(ids[:_PROFILED_PROMPT_LEN], _PROFILED_TOKENS) for ids, _ in requests]
     plain = run_requests(engine, short, "cpu", math.inf)
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
-    with profile(activities=activities) as profiler:
-        seconds = run_requests(engine, short, "cpu", math.inf).seconds
-        synchronize(session.device)
-    said = f"{case}: {1e3 * percentile(plain.gaps_s, 50):.3f} ms a decode step (median) without the profiler"
-    if is_cuda:
-        said += f", GPU busy for {_busy_s(profiler) / plain.seconds:.0%} of such a run, its prompts included"
-    session.say(said)
-    key = "self_device_time_total" if is_cuda else "self_cpu_time_total"
-    rows = sorted(profiler.key_averages(), key=lambda row: -getattr(row, key))[:_TOP_KERNELS]
-    session.say(
-        f"{case}: {1e3 * seconds / _PROFILED_TOKENS:.3f} ms a step under the profiler; us a step, calls, us a call"
-    )
-    for row in rows:
-        total = getattr(row, key) / _PROFILED_TOKENS
-        session.say(
-            f"{total:10.1f} {row.count / _PROFILED_TOKENS:8.1f} {getattr(row, key) / row.count:8.2f}  {row.key[:100]}"
-        )
-
-
-def _busy_s(profiler: profile) -> float:
-    """Seconds in which the GPU had a kernel or a copy at work, on any stream."""
-    spans = [event.time_range for event in profiler.events() if _is_work(event)]
-    busy_us, until = 0.0, -math.inf
-    for span in sorted(spans, key=lambda span: float(span.start)):
-        busy_us += max(0.0, span.end - max(span.start, until))
-        until = max(until, span.end)
-    return busy_us / 1e6
-
-
-def _is_work(event: FunctionEvent) -> bool:
-    return event.device_type.name == "CUDA" and not event.is_user_annotation
+    with watch(session.device.type) as watched:
+        run_requests(engine, short, "cpu", math.inf)
+    figures = {"without the profiler, ms a decode step": 1e3 * percentile(plain.gaps_s, 50)}
+    figures["the same, prompts included"] = 1e3 * plain.seconds / _PROFILED_TOKENS
+    session.say(Profile(case, watched, _PROFILED_TOKENS, figures).format(_TOP_KERNELS))

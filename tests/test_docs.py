@@ -38,6 +38,7 @@ README_LINES = 120
 # How a config's file name begins -> the config class that must take it.
 CONFIG_CLASSES = {
     "train": "octavo.train.config:TrainConfig",
+    "lora": "octavo.train.config:TrainConfig",
     "sft": "octavo.train.config:TrainConfig",
     "rl": "octavo.rl.config:RLConfig",
 }

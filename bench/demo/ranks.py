@@ -47,7 +47,7 @@ max_bytes = 2_000_000
 vocab_size = 512
 seq_len = 128
 batch_size = 8
-micro_batch_size = 1
+micro_batch_size = {micro_batch_size}
 cache_dir = "{out}/cache"
 
 [schedule]
@@ -100,7 +100,7 @@ kv_cache_dtype = "fp8"
 [trainer]
 check_exact_every = 1
 steps = 3
-micro_batch_sequences = 1
+micro_batch_sequences = 4  # 8 micro-batches a step
 
 [eval]
 every = 3
@@ -142,8 +142,10 @@ def run_ranks_demo(num_ranks: int, out: Path, seed: int, display: Display) -> bo
         DemoFailedError: a command failed; the text has the end of what it said.
     """
     began = time.monotonic()
+    fields = {"out": out, "every": _EVERY, "steps": _STEPS, "seed": seed}
+    fields["micro_batch_size"] = max(1, 4 // num_ranks)  # of two micro-batches a rank their order shows
     for name, text in (("train.toml", _TRAIN), ("rl.toml", _RL)):
-        (out / name).write_text(text.format(out=out, every=_EVERY, steps=_STEPS, seed=seed), encoding="utf-8")
+        (out / name).write_text(text.format(**fields), encoding="utf-8")
     display.stage(1, 4, "Train in FP8 in one process")
     _octavo(1, "train", out / "train.toml", out / "one")
     display.stage(2, 4, f"Train the same on {num_ranks} ranks, kill one of them, go on in one process")

@@ -8,9 +8,10 @@ exit code 2.
 """
 
 import errno
+import functools
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
 
@@ -20,6 +21,7 @@ from typer.core import TyperGroup
 
 from octavo import __version__
 from octavo.cli.foreign_options import translate_options
+from octavo.cli.option_names import name_options
 from octavo.deprecation import rename_options
 from octavo.errors import OctavoError
 
@@ -40,13 +42,18 @@ class Entry(NamedTuple):
         former_options: names that options had and what stands for each today; they are taken for one more release,
             with a warning.
         foreign_options: the table of options that another library's command has, as `module:name`.
+        keywords: name_options', of a command whose options are keywords of the library; None leaves its errors alone.
     """
 
     target: str
     summary: str
     former_options: Mapping[str, str] = {}
     foreign_options: str = ""
+    keywords: Mapping[str, str] | None = None
 
+
+# keywords that options of `generate` and `serve` have other names for
+_OF_AN_LLM = {"mode": "tensor_parallel_mode", "recipe": "quantization"}
 
 COMMANDS = {
     "demo": Entry(
@@ -54,7 +61,7 @@ COMMANDS = {
         "Train, sample and reinforce a small model in bf16 and FP8; writes a report.",
     ),
     "train": Entry("octavo.cli.train:command", "Train a language model from one TOML file."),
-    "generate": Entry("octavo.cli.generate:command", "Generate text from a checkpoint."),
+    "generate": Entry("octavo.cli.generate:command", "Generate text from a checkpoint.", keywords=_OF_AN_LLM),
     "serve": Entry(
         "octavo.cli.serve:command",
         "Serve a checkpoint over OpenAI's HTTP API.",
@@ -64,6 +71,7 @@ COMMANDS = {
             "--max-queue": "--max-num-waiting",
         },
         "octavo.serve.keywords:SERVE_NAMES",
+        _OF_AN_LLM,
     ),
     "rl": Entry(
         "octavo.cli.rl:command",
@@ -79,8 +87,11 @@ COMMANDS = {
         "octavo.cli.quantize:command",
         "Quantize a checkpoint to FP8, and measure what it costs.",
         {"--samples": "--num-calibration-samples", "--seq-len": "--max-seq-length", "--exclude": "--ignore"},
+        keywords={},
     ),
-    "eval": Entry("octavo.cli.eval:command", "Run lm-evaluation-harness tasks, one precision beside another."),
+    "eval": Entry(
+        "octavo.cli.eval:command", "Run lm-evaluation-harness tasks, one precision beside another.", keywords={}
+    ),
     "upload": Entry("octavo.cli.upload:command", "Upload a checkpoint to the Hugging Face Hub, with a model card."),
     "inspect": Entry(
         "octavo.cli.inspect:command", "Print every tensor of a checkpoint: scheme, scales, what is missing."
@@ -110,6 +121,8 @@ class LazyGroup(TyperGroup):
         if name not in COMMANDS:
             return name, placeholder, rest
         command, entry = load_command(name), COMMANDS[name]
+        if entry.keywords is not None:
+            ctx.ensure_object(list).append(functools.partial(name_options, command=command, keywords=entry.keywords))
         rest = rename_options(rest, entry.former_options)
         if entry.foreign_options:
             module, table = entry.foreign_options.split(":")
@@ -155,14 +168,15 @@ for _name, _entry in COMMANDS.items():
 
 def main() -> None:
     """Entry point of the `octavo` script."""
+    in_words_of_command: list[Callable[[str], str]] = []
     try:
         with warnings.catch_warnings():
             # Python hides a DeprecationWarning of any other file than the one that is run
             warnings.filterwarnings("default", r".*\boctavo\b", DeprecationWarning)
             warnings.showwarning = _show_warning
-            app(prog_name="octavo")
+            app(prog_name="octavo", obj=in_words_of_command)
     except OctavoError as error:
-        _say_error(error)
+        _say_error(error, *in_words_of_command)
         sys.exit(2)
     except OSError as error:
         if error.errno not in _OF_FILES or error.filename is None:
@@ -180,9 +194,10 @@ def _show_warning(message: Warning | str, category: type[Warning], *place: Any, 
         _python_shows(message, category, *place, **named)
 
 
-def _say_error(error: OctavoError | str) -> None:
+def _say_error(error: OctavoError | str, translate: Callable[[str], str] = str) -> None:
     """One red line, and one for each note on the error."""
-    for line in (f"error: {error}", *getattr(error, "__notes__", ())):
+    said = translate(str(error))
+    for line in (f"error: {said}", *map(translate, getattr(error, "__notes__", ()))):
         _say(line, "bold red")
 
 

@@ -289,15 +289,12 @@ class _Run:
         report = self.model.conversion_report
         assert report is not None, "the model's numerics are set when it is built"
         recipe = self.model.numerics.recipe.name
-        overridden = [
-            f"{row.name}: {row.recipe or 'bf16'} ({row.reason})" for row in report.rows if "override" in row.reason
-        ]
         return [
             f"{self.model.num_params / 1e6:.2f}M parameters in {self.config.precision.dtype} on {self.place}; "
             f"recipe {recipe}: {len(report.fp8_names)} of {len(report.rows)} linears in FP8, "
             f"{report.fp8_flop_share:.1%} of linear FLOPs",
             *([] if self.adapters is None else [self.adapters.summary(self.model)]),
-            *overridden,
+            *_overrides(report),
             *([] if self.cutting is None else [str(self.cutting)]),
             *([] if self.sharding is None else [self.sharding.summary]),
             *self.dataset.summary,
@@ -408,6 +405,18 @@ class _Run:
             first_step=first_step,
             merged=self.merge(first_step, step),
         )
+
+
+def _overrides(report: ConversionReport) -> list[str]:
+    """A line for each override; trainer.json has the recipe of every linear."""
+    names: dict[str, list[str]] = {}
+    for row in report.rows:
+        if "override" in row.reason:
+            names.setdefault(f"{row.recipe or 'bf16'} ({row.reason})", []).append(row.name)
+    return [
+        f"{', '.join(each[:2])}{f' and {len(each) - 2} more' if len(each) > 2 else ''}: {what}"
+        for what, each in names.items()
+    ]
 
 
 class _Clock:

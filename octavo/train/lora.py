@@ -94,7 +94,7 @@ class Adapters:
 
     Attributes:
         section: the run's [lora].
-        base: the folder of the base's checkpoint.
+        base: the folder of the base's checkpoint, as model.path names it; of a run's folder the newest model in it.
         base_sha256: of the names and values of all frozen parameters.
     """
 
@@ -111,7 +111,7 @@ class Adapters:
         """
         if config.lora is None:
             return None
-        adapters = cls(config.lora, newest_model(Path(config.model.path)).absolute(), _digest(model))
+        adapters = cls(config.lora, newest_model(Path(config.model.path)), _digest(model))
         if config.lora.keep_codes_only:
             recipes = [linear.recipe for linear in _linears(model) if linear.recipe is not None]
             are_square = all(recipe.weight is None or recipe.weight.is_square for recipe in recipes)

@@ -64,8 +64,12 @@ def test_a_runs_folder_means_its_newest_model(
     ("options", "text"),
     [
         (["--temperature", "-1"], "temperature must be"),
-        (["--quantization", "tensorwise", "--exact"], "exact=True needs"),
-        (["--attention-dtype", "fp8"], "needs kv_cache_dtype='fp8'"),
+        (["--quantization", "tensorwise", "--exact"], "--exact needs"),
+        (["--attention-dtype", "fp8"], "needs --kv-cache-dtype fp8"),
+        (
+            ["--exact", "--tensor-parallel-size", "2", "--tensor-parallel-mode", "reduce"],
+            "the model's numerics are; use --tensor-parallel-mode gather",
+        ),
         (["--prompt", "a" * 600], "the model's context is 512"),
         (["--prompt", "?!"], "outside the tokenizer's alphabet"),
     ],

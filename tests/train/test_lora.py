@@ -73,6 +73,18 @@ def test_the_base_may_be_a_runs_folder(make_config: MakeConfig, base: Path) -> N
     assert json.loads((quiet(config).checkpoint / "trainer.json").read_text())["lora"]["base"] == str(base)
 
 
+def test_the_config_that_users_start_from_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the run that it names as its base; PEFT's file names that base as the config does, as PEFT itself would."""
+    configs = Path(__file__).parents[2] / "configs"
+    monkeypatch.chdir(tmp_path)
+    sets = ["data.num_tasks=200", "metrics.eval_tokens=512", "schedule.warmup_steps=0", "run.device=cpu"]
+    base = quiet(load_config(TrainConfig, configs / "sft_tasks.toml", [*sets, "run.steps=1"]))
+    result = quiet(load_config(TrainConfig, configs / "lora_tiny.toml", [*sets, "run.steps=2"]))
+    assert result.merged == Path("runs/lora_tiny/model") and load_model(result.merged).config == base.model.config
+    fields = json.loads((result.checkpoint / "adapter" / "adapter_config.json").read_text())
+    assert fields["base_model_name_or_path"] == "runs/sft_tasks/checkpoints/step-00000001/model"
+
+
 @pytest.fixture
 def make_lora(make_config: MakeConfig, base: Path) -> MakeConfig:
     def make(name: str = "lora", **sections: Any) -> TrainConfig:

@@ -81,6 +81,16 @@ def test_switches_change_the_loss(make_config: MakeConfig) -> None:
         assert switched == pytest.approx(plain, rel=0.05), field
 
 
+def test_an_override_is_one_line_however_many_linears_it_means(make_config, capsys):
+    train(make_config(precision={"recipe": "rowwise", "modules": {"mlp": "bf16", "layers.1": "delayed"}}))
+    said = [line for line in capsys.readouterr().err.splitlines() if "override" in line]
+    assert said == [
+        "layers.0.mlp.gate_up_proj, layers.0.mlp.down_proj: bf16 (override 'mlp')",
+        "layers.1.self_attn.qkv_proj, layers.1.self_attn.o_proj and 2 more: delayed "
+        "(octavo.nn.Linear, override 'layers.1')",
+    ]
+
+
 def test_resolved_list_is_printed_and_saved_and_resumes(make_config, capsys):
     precision = {"recipe": "rowwise", "modules": {"down_proj": {"recipe": "delayed", "amax_history_len": 4}}}
     result = train(make_config(precision=precision, run={"steps": 4}))

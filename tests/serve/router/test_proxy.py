@@ -154,6 +154,23 @@ def test_an_answer_that_is_lost_is_a_502(answer: Answer, why: str, caplog: pytes
     run(test())
 
 
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_an_error_that_the_replica_said_itself_is_passed_on_and_not_counted_as_lost(is_stream: bool) -> None:
+    said = {"error": {"message": "a rank was lost", "type": "server_error", "param": None, "code": "engine_failed"}}
+    last = b"data: " + json.dumps(said).encode() + b"\n\ndata: [DONE]\n\n"
+    stream = raw(STREAM, chunk(EVENT), chunk(last), chunk(b""))
+
+    async def test() -> None:
+        async with fleet_of(stream if is_stream else whole(503, said)) as fleet:
+            status, _, body = await Client(fleet).answer()
+            assert (status, body) == ((200, EVENT + last) if is_stream else (503, json.dumps(said).encode()))
+            fleet.replicas[0].state = "ended"
+            lines = (await Client(fleet).answer("GET", "/metrics"))[2].decode().splitlines()
+            assert 'octavo:router_requests_lost_total{worker="0"} 0.0' in lines
+
+    run(test())
+
+
 def test_half_a_whole_answer_is_never_ended_as_if_it_were_whole() -> None:
     async def test() -> None:
         async with fleet_of(raw(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{")) as fleet:

@@ -74,6 +74,11 @@ class _Run:
         self.num_tokens = TOY_TOKENS if self.session.is_toy else self.num_tokens
         self.layers = TOY_LAYERS if self.session.is_toy else LAYERS
 
+    @functools.cached_property
+    def replicas(self) -> Mesh:
+        """Two copies, sharded over half of the ranks each."""
+        return Mesh.of_process_group(2, self.session.mesh.world_size // 2, self.session.device)
+
     def config(self, num_layers: int) -> ModelConfig:
         return dataclasses.replace(shape(self.session, num_layers), num_layers=num_layers)
 
@@ -170,8 +175,7 @@ def _time_layout(run: _Run, recipe: str, layout: str, config: ModelConfig) -> St
     if layout == DDP:
         sharding, stepper_of = {}, _ReplicatedStepper
     elif layout.startswith(HSDP):
-        of_replicas = Mesh.of_process_group(2, session.mesh.world_size // 2, session.device)
-        session = dataclasses.replace(session, mesh=of_replicas)
+        session = dataclasses.replace(session, mesh=run.replicas)
     try:
         model, _ = build(session, config, RECIPES[recipe])
         wanted = (summed_loss(model, batch.to(model.device)) / batch.num_targets).detach()

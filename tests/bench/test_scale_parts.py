@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,9 @@ def test_a_part_has_multicast_off_unless_told_and_ends_in_time(monkeypatch: pyte
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     assert [parts._run([*command, value]) for value in ("1", "0")] == ["", "exit code 1"]
     monkeypatch.setattr(parts, "LIMIT_S", 1.0)
+    began = time.monotonic()
     assert parts._run([sys.executable, "-c", "import time; time.sleep(60)"]) == "not done after 1 s"
+    assert time.monotonic() - began < 30
 
 
 def test_misses_are_marked_and_what_did_not_fit_is_said(tmp_path: Path) -> None:

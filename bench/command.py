@@ -56,6 +56,11 @@ def command(
     url: Annotated[str | None, typer.Option(help="serve: a server that runs already, for online.")] = None,
     api_key: Annotated[str | None, typer.Option(help="serve: of that server. Also OCTAVO_API_KEY.")] = None,
     ready_timeout: Annotated[float, typer.Option(help="serve: seconds until the server must be up.")] = DEFAULT_READY_S,
+    gpus: Annotated[
+        list[int],
+        typer.Option(min=2, help="scale: its parts on so many GPUs, one command each; repeatable, the fewest first."),
+    ] = [],  # noqa: B006
+    parts: Annotated[list[str], typer.Option(help="scale --gpus: this part; repeatable, all by default.")] = [],  # noqa: B006
     checkpoint: Annotated[Path | None, typer.Option(help="serve: checkpoint of cold-start; random by default.")] = None,
 ) -> None:
     """Measure octavo beside its peers in one run, correctness checked first; print a table and write a record.
@@ -100,6 +105,17 @@ def command(
             checkpoint=checkpoint,
         ),
     )
+    if gpus or parts:
+        if what != "scale" or not gpus or filters:
+            raise ConfigError(
+                "--gpus and --parts belong together and to scale, without --filter: octavo bench scale --gpus 4 "
+                f"--parts whole; got octavo bench {what} with --gpus {gpus}, --parts {parts}, --filter {filters}"
+            )
+        from bench.speed.scale.parts import run_parts
+
+        if not run_parts(gpus, parts, options):
+            raise typer.Exit(1)
+        return
     if what in profiling.PROFILE:
         is_well = profiling.run(options)
     else:

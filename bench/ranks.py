@@ -31,7 +31,7 @@ def run_on_ranks(name: str, options: BenchOptions) -> bool:
         raise BackendError(
             f"octavo bench {name} compares GPUs of one machine with each other and needs two, torch sees one"
         )
-    return subprocess.run(command_of(name, options, num_ranks), env=_environment(), check=False).returncode == 0
+    return subprocess.run(command_of(name, options, num_ranks), env=environment(), check=False).returncode == 0
 
 
 def command_of(name: str, options: BenchOptions, num_ranks: int) -> list[str]:
@@ -46,7 +46,8 @@ def command_of(name: str, options: BenchOptions, num_ranks: int) -> list[str]:
     return command + (["--commit", options.commit] if options.commit else [])
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Of a program of bench/, wherever the command was called."""
     inherited = child_environment()
     paths = [str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])]
     return inherited | {"PYTHONPATH": ":".join(paths)}

@@ -34,7 +34,7 @@ NUM_RANKS = (2, 4, 8)
 # what tells of time, and of the ranks themselves
 _UNLIKE = ("timing_s/", "perf/", "energy_j/", "engine/", "seconds", "tokens_per_s", "refit/")
 
-_TRAIN = """
+TRAIN = """
 [model]
 hidden_size = 128
 intermediate_size = 256
@@ -144,7 +144,7 @@ def run_ranks_demo(num_ranks: int, out: Path, seed: int, display: Display) -> bo
     began = time.monotonic()
     fields = {"out": out, "every": _EVERY, "steps": _STEPS, "seed": seed}
     fields["micro_batch_size"] = max(1, 4 // num_ranks)  # of two micro-batches a rank their order shows
-    for name, text in (("train.toml", _TRAIN), ("rl.toml", _RL)):
+    for name, text in (("train.toml", TRAIN), ("rl.toml", _RL)):
         (out / name).write_text(text.format(**fields), encoding="utf-8")
     display.stage(1, 4, "Train in FP8 in one process")
     _octavo(1, "train", out / "train.toml", out / "one")
@@ -206,7 +206,7 @@ def _train_and_kill(num_ranks: int, out: Path) -> int:
                 if job.poll() is not None or time.monotonic() > deadline:
                     raise DemoFailedError(f"{num_ranks} ranks did not get to step {_KILL_AFTER}: {_reason(log)}")
                 time.sleep(0.02)
-            os.kill(max(_children(job.pid)), signal.SIGKILL)
+            os.kill(max(children(job.pid)), signal.SIGKILL)
             job.wait(timeout=_LIMIT_S)
         finally:
             if job.poll() is None:
@@ -215,7 +215,7 @@ def _train_and_kill(num_ranks: int, out: Path) -> int:
     return len(read_metrics(folder / METRICS_FILE))
 
 
-def _children(parent: int) -> Iterator[int]:
+def children(parent: int) -> Iterator[int]:
     """Processes that a process has started."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -227,13 +227,14 @@ def _children(parent: int) -> Iterator[int]:
 
 
 def _compare_training(out: Path, num_ranks: int, num_done: int) -> Iterator[Comparison]:
-    one, ranks = (_numbers(out / name / METRICS_FILE) for name in ("one", "ranks"))
+    one, ranks = (numbers(out / name / METRICS_FILE) for name in ("one", "ranks"))
     killed = f"{_KILL_AFTER} steps on {num_ranks} ranks, one killed at step {num_done}; the rest in one process"
     yield Comparison("training: loss, gradient norm, validation loss", f"{len(one)} steps; {killed}", one == ranks)
-    yield _compare_files("training: weights", *(out / name / "checkpoints" for name in ("one", "ranks")))
+    yield compare_files("training: weights", *(out / name / "checkpoints" for name in ("one", "ranks")))
 
 
-def _numbers(metrics: Path) -> list[list[float | None]]:
+def numbers(metrics: Path) -> list[list[float | None]]:
+    """Step, loss, learning rate, gradient norm and validation loss of each row."""
     rows: list[Row] = read_metrics(metrics)
     return [[row.step, row.loss, row.lr, row.grad_norm, row.val_loss] for row in rows]
 
@@ -262,7 +263,7 @@ def _compare_rl(out: Path) -> Iterator[Comparison]:
     worst = max(row["mismatch/logprob_abs_diff_max"] for row in ranks)
     yield Comparison("RL: rewards, losses, all metrics but times", f"{len(one)} steps", bool(one) and one == ranks)
     yield Comparison("RL: trainer's logprobs against the sampler's", f"largest difference {worst}", worst == 0.0)
-    yield _compare_files("RL: weights", *(out / name / "final" for name in ("rl-one", "rl-ranks")))
+    yield compare_files("RL: weights", *(out / name / "final" for name in ("rl-one", "rl-ranks")))
 
 
 def _alike(row: dict[str, Any]) -> dict[str, Any]:
@@ -271,7 +272,7 @@ def _alike(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in flat.items() if not key.startswith(_UNLIKE)}
 
 
-def _compare_files(what: str, one: Path, ranks: Path) -> Comparison:
+def compare_files(what: str, one: Path, ranks: Path) -> Comparison:
     """The newest safetensors files of two folders, byte by byte."""
     names = sorted(path.relative_to(one) for path in one.rglob("model*.safetensors"))
     newest = names[-1:]

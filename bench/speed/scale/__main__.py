@@ -11,13 +11,16 @@ from bench.speed.scale import __doc__ as DOC
 from bench.speed.scale.ddp import ddp
 from bench.speed.scale.grpo import grpo, grpo_quick
 from bench.speed.scale.layers import layers18, layers36
+from bench.speed.scale.ordered import ordered
 from bench.speed.scale.reductions import reductions
 from bench.speed.scale.saving import save
 from bench.speed.scale.session import Session
+from bench.speed.scale.whole import whole, whole_2k
 from octavo.distributed.mesh import Mesh
 
-PARTS = {part.__name__: part for part in (layers18, layers36, ddp, reductions, save, grpo, grpo_quick)}
-_DEFAULT = [name for name in PARTS if name != "grpo_quick"]
+_DEFAULT = (layers18, layers36, ddp, reductions, save, grpo)
+_ASKED_FOR = (ordered, whole, whole_2k, grpo_quick)  # `octavo bench scale --gpus` asks for some
+PARTS = {part.__name__: part for part in (*_DEFAULT, *_ASKED_FOR)}
 
 
 def main(arguments: list[str] | None = None, mesh: Mesh | None = None) -> int:
@@ -35,13 +38,14 @@ def main(arguments: list[str] | None = None, mesh: Mesh | None = None) -> int:
         "and tokens. Steps are timed on all ranks together, the median of rank 0; where nothing else is said, octavo's "
         "Decoder under octavo.parallel.shard, no recomputation, bf16 parameters, gradients and reduction, torch's "
         "fused AdamW. In layers18 losses and gradients are checked against one GPU's before a variant is timed; other "
-        "parts check what their rows say. Sums of layers36 and save are fp32."
+        "parts check what their rows say. Sums of layers36 and save are fp32. whole: bf16, and delayed with "
+        "update_every='step'; losses are checked against one GPU's."
     )
     torch.manual_seed(0)  # a checkpoint's random-number state is one for all ranks
     save_dir = options.save_dir or options.out or Path("runs")
     record = Record("scale", what, device=options.device)
     session = Session(ranks, record, options.toy, save_dir, options.out, options.commit, options.profile)
-    status = session.run(PARTS, options.only or _DEFAULT)
+    status = session.run(PARTS, options.only or [part.__name__ for part in _DEFAULT])
     if mesh is None:
         ranks.close()
     return status

@@ -157,6 +157,8 @@ def _profiled(session: Session, call: Callable[..., T], what: str) -> Callable[.
 def _sizes(session: Session) -> LoopSizes:
     sizes = LOOPS["whole-step"]
     if session.is_toy:
-        return dataclasses.replace(sizes.shrunk(), micro_batch=1, minibatches=max(1, 4 // session.mesh.world_size))
+        num_ranks = session.mesh.world_size  # each has a sequence of two a prompt in every minibatch
+        few = dataclasses.replace(sizes.shrunk(), micro_batch=1, minibatches=max(1, 4 // num_ranks))
+        return dataclasses.replace(few, num_prompts=max(2, num_ranks // 2))
     total = torch.cuda.get_device_properties(session.device).total_memory / GIB
     return sizes if total >= _ROOM_GIB else dataclasses.replace(sizes, num_layers=_FEWER_LAYERS)

@@ -10,7 +10,8 @@ from bench.speed.scale.models import build, gathered_share, make_tokens, materia
 from bench.speed.scale.session import GIB, Session, Steps
 from bench.timing import synchronize
 from octavo.distributed.shards import cut, local
-from octavo.models import Decoder
+from octavo.models import Decoder, ModelConfig
+from octavo.numerics import Recipe
 from octavo.parallel import shard
 from octavo.run.optimizer import MasterAdamW
 from octavo.testing.assertions import assert_bitwise, assert_sqnr
@@ -83,12 +84,13 @@ def layers18(session: Session) -> None:
 def _compare(session: Session, recipe: str) -> None:
     config, found = shape(session, NUM_LAYERS), None
     for num_seqs in _SEQUENCES:
-        found = _alone(session, recipe, num_seqs)
+        found = time_alone(session, recipe, config, _own_tokens(session, num_seqs))
         session.free()
         if found is not None:
             break
     assert found is not None, f"one sequence of {seq_len(session)} tokens fits a GPU"
-    base, loss, gradient = found
+    base, loss, own = found
+    gradient = torch.stack(session.mesh.gather_objects(own.cpu())).mean(0).to(session.device)
     label = f"Qwen3-8B ({config.num_layers} layers), {num_seqs} x {seq_len(session)} tokens a GPU, {recipe}"
     alone = f"{label}: one GPU alone"
     tokens, num_ranks = num_seqs * seq_len(session), session.mesh.world_size
@@ -119,14 +121,16 @@ def _compare(session: Session, recipe: str) -> None:
         session.free()
 
 
-def _alone(session: Session, recipe: str, num_seqs: int) -> tuple[Steps, torch.Tensor, torch.Tensor] | None:
-    """One GPU's steps, its first loss, and the ranks' mean gradient; None on all ranks where one has no room."""
+def time_alone(
+    session: Session, recipe: str | Recipe, config: ModelConfig, batch: Batch
+) -> tuple[Steps, torch.Tensor, torch.Tensor] | None:
+    """One GPU's steps, its first loss and gradient; None on all ranks where one has no room."""
     found = None
     if session.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     try:
-        model, _ = build(session, shape(session, NUM_LAYERS), recipe)
-        stepper = Stepper(model, _own_tokens(session, num_seqs))
+        model, _ = build(session, config, recipe)
+        stepper = Stepper(model, batch)
         loss, gradient = stepper.first_gradient()
         stepper()  # has all that a step needs
         is_full = session.device.type == "cuda" and torch.cuda.max_memory_reserved() > _most_bytes()
@@ -134,12 +138,10 @@ def _alone(session: Session, recipe: str, num_seqs: int) -> tuple[Steps, torch.T
     except torch.OutOfMemoryError:
         pass
     if session.mesh.any(found is None):
-        session.say(f"{num_seqs} x {seq_len(session)} tokens do not fit one GPU beside {NUM_LAYERS} layers")
+        session.say(f"{len(batch.input_ids)} tokens do not fit one GPU beside {config.num_layers} layers")
         return None
     assert found is not None, "no rank is without"
-    steps = session.time_step(stepper)
-    total = torch.stack(session.mesh.gather_objects(found[1].cpu())).mean(0)
-    return steps, found[0], total.to(session.device)
+    return session.time_step(stepper), *found
 
 
 def _most_bytes() -> float:
@@ -154,17 +156,7 @@ def train_config(session: Session, num_layers: int) -> TrainConfig:
     """As a config for `octavo train`: one sequence a rank, blockwise, FP8 moments and 16-bit remainders."""
     config = shape(session, num_layers)
     sections = {
-        "model": {
-            "family": config.family,
-            "hidden_size": config.hidden_size,
-            "intermediate_size": config.intermediate_size,
-            "num_hidden_layers": config.num_layers,
-            "num_attention_heads": config.num_heads,
-            "num_key_value_heads": config.num_kv_heads,
-            "head_dim": config.head_dim,
-            "rope_theta": config.rope_theta,
-            "tie_word_embeddings": False,
-        },
+        "model": model_section(config),
         "data": {
             "vocab_size": config.vocab_size,
             "seq_len": seq_len(session),
@@ -176,6 +168,21 @@ def train_config(session: Session, num_layers: int) -> TrainConfig:
         "run": {"device": session.device.type},
     }
     return TrainConfig.model_validate(sections)
+
+
+def model_section(config: ModelConfig) -> dict[str, object]:
+    """[model] of a config for `octavo train`."""
+    return {
+        "family": config.family,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": False,
+    }
 
 
 def build_training(session: Session, config: TrainConfig) -> tuple[Decoder, MasterAdamW]:

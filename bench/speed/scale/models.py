@@ -10,7 +10,7 @@ from bench.speed.scale.session import Session
 from octavo.distributed.shards import cut, local
 from octavo.models import Decoder, ModelConfig
 from octavo.models.checkpoint.names import parameter_names
-from octavo.numerics import Numerics, get_recipe
+from octavo.numerics import Numerics, Recipe, get_recipe
 from octavo.parallel import ShardReport, shard
 from octavo.train.data import Batch, make_batch
 
@@ -30,7 +30,7 @@ def shape(session: Session, num_layers: int) -> ModelConfig:
 
 
 def build(
-    session: Session, config: ModelConfig, recipe: str, *, dtype: torch.dtype = torch.bfloat16, **sharding: Any
+    session: Session, config: ModelConfig, recipe: str | Recipe, *, dtype: torch.dtype = torch.bfloat16, **sharding: Any
 ) -> tuple[Decoder, ShardReport | None]:
     """A model to train: alone on each rank without `sharding`, else over all ranks, with the same values.
 

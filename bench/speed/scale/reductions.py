@@ -62,7 +62,7 @@ def _measure(session: Session, kind: Kind, times: dict[Kind, float]) -> None:
     state = "fp32" if kind.dtype == torch.float32 else "bf16"
     master = "fp32" if kind.dtype == torch.float32 else "none"
     optimizer = MasterAdamW(model, OptimizerSection(lr=1e-5, state_dtype=state, master_weights=master))
-    with _deterministic() if kind.is_deterministic else contextlib.nullcontext():
+    with deterministic() if kind.is_deterministic else contextlib.nullcontext():
         steps = session.time_step(TrainStep(session, model, optimizer), warmup=2, timed=6)
     label = f"Qwen3-8B ({config.num_layers} layers), {seq_len(session)} tokens a GPU, blockwise, octavo.train.step"
     again = ", again" if kind in times else ""
@@ -75,15 +75,15 @@ def _measure(session: Session, kind: Kind, times: dict[Kind, float]) -> None:
 
 
 @contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
+def deterministic() -> Iterator[None]:
     """torch's attention adds its gradients in a fixed order."""
-    deterministic: Any = torch.utils.deterministic
-    fills = deterministic.fill_uninitialized_memory
+    switches: Any = torch.utils.deterministic
+    fills = switches.fill_uninitialized_memory
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    deterministic.fill_uninitialized_memory = False
+    switches.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
-        deterministic.fill_uninitialized_memory = fills
+        switches.fill_uninitialized_memory = fills

@@ -101,6 +101,7 @@ class Session:
         except Exception as error:
             traceback.print_exc()
             self.complain(f"{case}: {type(error).__name__}: {error}")
+            self.record.add(case, f"failed: {type(error).__name__}", "", 1.0)
         self.free()
         self.keep()
         self.say(f"  {case}: {time.perf_counter() - began:.1f} s")

@@ -12,6 +12,7 @@ from octavo.serve import LLM, SamplingParams
 from octavo.testing.assertions import assert_bitwise
 
 RECIPES = ("bf16", "rowwise", "blockwise")
+DIFFERING = "hidden numbers that differ"
 _NUM_LAYERS, _NUM_TOKENS = 4, 72
 # around the ends of pages; the last one is cut into chunks; enough to decode at once that ranks share the sampled rows
 _PROMPT_LENS = (*range(9, 37), 5, 63, 64, 130, 400)
@@ -36,6 +37,11 @@ def bits(session: Session) -> None:
         session.attempt(f"bits {recipe}", lambda recipe=recipe: _compare(session, recipe))  # type: ignore[misc]
 
 
+def case_label(recipe: str, num_gpus: int) -> str:
+    """A case's name in the record."""
+    return f"gather on {num_gpus} GPUs against one, Qwen3-8B ({_NUM_LAYERS} layers), {recipe}, FP8 KV, exact"
+
+
 def _compare(session: Session, recipe: str) -> None:
     one = _compute(session, recipe, ONE_GPU_EXACT)
     session.free()
@@ -50,9 +56,8 @@ def _compare(session: Session, recipe: str) -> None:
         assert cut.num_preemptions == one.num_preemptions > 0, "sequences were preempted"
 
     session.check(check)
-    num_ranks = session.mesh.world_size
-    case = f"gather on {num_ranks} GPUs against one, Qwen3-8B ({_NUM_LAYERS} layers), {recipe}, FP8 KV, exact"
-    session.record.add(case, "hidden numbers that differ", "", 0.0)
+    case = case_label(recipe, session.mesh.world_size)
+    session.record.add(case, DIFFERING, "", 0.0)
     session.record.add(case, "hidden numbers compared", "", one.hidden.numel())
     session.record.add(case, "sampled tokens compared, with their logprobs", "tokens", one.sampled.numel())
     session.say(f"{case}: 0 of {one.hidden.numel():,} hidden numbers and of {one.sampled.numel()} samples differ")

@@ -1,5 +1,6 @@
-"""`large`: a model of 70B parameters, of which no GPU has room for all in bf16, served by all ranks together."""
+"""`large`, `large_mixed`: 70B parameters, of which no GPU has room for all in bf16, served by all ranks together."""
 
+import dataclasses
 import functools
 
 import torch
@@ -18,10 +19,12 @@ from octavo.nn import PackedContext
 from octavo.numerics import Numerics, get_recipe
 from octavo.testing.assertions import assert_bitwise, assert_sqnr
 
-_WORKLOAD = Workload("70b-64x1000", "Llama-3-70B", 64, (1000, 1000), (500, 500), ("fp8-kv",))
+MANY = Workload("70b-64x1000", "Llama-3-70B", 64, (1000, 1000), (500, 500), ("fp8-kv",))
+SINGLE = Workload("70b-single", "Llama-3-70B", 1, (128, 128), (512, 512), ("fp8-kv",))
+MIXED = Workload("70b-mixed", "Llama-3-70B", 256, (100, 1024), (100, 1024), ("fp8-kv",))
 _NUM_RUNS, _CHECKED_LAYERS, _CHECKED_TOKENS = 2, 2, 300
-_FLOPS_PER_S = 1.979e15  # FP8, dense: H100 and H200, as NVIDIA states them
-_BYTES_PER_S = {"H100": 3.35e12, "H200": 4.8e12}  # of memory; of other devices the second is taken
+FLOPS_PER_S = 1.979e15  # FP8, dense: H100 and H200, as NVIDIA states them
+BYTES_PER_S = {"H100": 3.35e12, "H200": 4.8e12}  # of memory; of other devices the second is taken
 LIMIT = (
     "limit: for each decode step the larger of (FP8 codes of the linears + head in bf16 + FP8 keys and values of all "
     "sequences) / GPUs / {:.3g} B/s and (2 x weights x sequences + attention) / GPUs / 1.979e15 FLOP/s, summed; + "
@@ -30,21 +33,41 @@ LIMIT = (
 
 
 def large(session: Session) -> None:
+    """64 requests."""
+    _measure_layouts(session, (MANY,))
+
+
+def large_mixed(session: Session) -> None:
+    """One request, and 256 of 100 to 1024 tokens in and out."""
+    _measure_layouts(session, (SINGLE, MIXED))
+
+
+def _measure_layouts(session: Session, workloads: tuple[Workload, ...]) -> None:
     """Reduce and gather; the first layers are compared with one GPU's before."""
     for layout in wanted(session, (REDUCE, GATHER)):
-        session.attempt(f"large {layout.label}", functools.partial(_measure, session, layout))
+        session.attempt(f"large {layout.label}", functools.partial(_measure_all, session, layout, workloads))
 
 
-def _measure(session: Session, layout: Layout) -> None:
+def _measure_all(session: Session, layout: Layout, workloads: tuple[Workload, ...]) -> None:
+    if layout.mode == "gather":  # what is refused or differs leaves the timed one, which is not exact
+        exact = dataclasses.replace(layout, exact=True)
+        session.attempt(f"large {exact.label}, bits", functools.partial(_check, session, exact))
     _check(session, layout)
     session.free()
-    config = config_of(session, full=LLAMA_3_70B)
-    workload = shrink(_WORKLOAD) if session.is_toy else _WORKLOAD
-    requests = workload.draw(config.vocab_size, workload.num_requests)
     if session.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    model = _build(session, config, layout)
+    model = _build(session, config_of(session, full=LLAMA_3_70B), layout)
     session.say(f"  built; {_peak_gib(session):.1f} GiB at most")
+    for workload in workloads:
+        session.attempt(
+            f"{workload.name} {layout.label}",
+            functools.partial(_measure, session, layout, model, shrink(workload) if session.is_toy else workload),
+        )
+
+
+def _measure(session: Session, layout: Layout, model: Decoder, workload: Workload) -> None:
+    config = model.config
+    requests = workload.draw(config.vocab_size, workload.num_requests)
     engine, runs = time_runs(session, model, workload, requests, _NUM_RUNS)
     run, case = median_run(runs), f"{workload.label}: {layout.case(session)}"
     bandwidth = _bandwidth()
@@ -68,8 +91,8 @@ def _build(session: Session, config: ModelConfig, layout: Layout) -> Decoder:
 
 @torch.no_grad()
 def _check(session: Session, layout: Layout) -> None:
-    """Hidden states after the first layers: one GPU's, in bits where a layout promises them."""
-    config, is_exact = config_of(session, _CHECKED_LAYERS, LLAMA_3_70B), layout.mode == "gather"
+    """Hidden states after the first layers: one GPU's, of an exact layout in bits."""
+    config, is_exact = config_of(session, _CHECKED_LAYERS, LLAMA_3_70B), layout.exact
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(config.vocab_size, (_CHECKED_TOKENS,), generator=generator).to(session.device)
     found = []
@@ -86,23 +109,31 @@ def _check(session: Session, layout: Layout) -> None:
 
 def limit_s(config: ModelConfig, requests: Requests, num_gpus: int, bytes_per_s: float) -> float:
     """Seconds that the requests take at least, all of them at once; see LIMIT."""
-    counts, kv_bytes = Counts.of(config), kv_token_bytes(config, "fp8")
+    counts = Counts.of(config)
     attention = 4 * config.num_layers * config.q_dim  # operations for a query token and a key token
     lengths = [(len(ids), n) for ids, n in requests]
     flops = 2.0 * counts.dense * sum(prompt for prompt, _ in lengths) + 2 * counts.head * len(lengths)
     flops += attention * sum(prompt * prompt / 2 for prompt, _ in lengths)
-    seconds = flops / _FLOPS_PER_S
+    seconds = flops / FLOPS_PER_S + sum(each for _, each in decode_limits(config, requests, bytes_per_s))
+    return seconds / num_gpus
+
+
+def decode_limits(config: ModelConfig, requests: Requests, bytes_per_s: float) -> list[tuple[int, float]]:
+    """(sequences, seconds at least on one GPU) of each decode step; see LIMIT."""
+    counts, kv_bytes = Counts.of(config), kv_token_bytes(config, "fp8")
+    attention = 4 * config.num_layers * config.q_dim
+    lengths, found = [(len(ids), n) for ids, n in requests], []
     for step in range(1, max(n for _, n in lengths)):  # the first token comes with the prompt
         keys = [prompt + step for prompt, n in lengths if n > step]
         moved = counts.dense + 2 * counts.head + kv_bytes * sum(keys)
         flops = 2 * (counts.dense + counts.head) * len(keys) + attention * sum(keys)
-        seconds += max(moved / bytes_per_s, flops / _FLOPS_PER_S)
-    return seconds / num_gpus
+        found.append((len(keys), max(moved / bytes_per_s, flops / FLOPS_PER_S)))
+    return found
 
 
 def _bandwidth() -> float:
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return next((rate for card, rate in _BYTES_PER_S.items() if card in name), _BYTES_PER_S["H200"])
+    return next((rate for card, rate in BYTES_PER_S.items() if card in name), BYTES_PER_S["H200"])
 
 
 def _peak_gib(session: Session) -> float:

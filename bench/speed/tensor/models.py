@@ -57,8 +57,16 @@ def wanted(session: Session, layouts: Iterable[Layout]) -> list[Layout]:
 def config_of(session: Session, num_layers: int | None = None, full: ModelConfig = QWEN3_8B) -> ModelConfig:
     """The shape, of so many layers or all."""
     config = make_toy(full) if session.is_toy else full
-    if session.is_toy:  # parts of whole blocks on each of two ranks
-        config = dataclasses.replace(config, head_dim=128, intermediate_size=512, hidden_size=256)
+    if session.is_toy:  # parts of whole blocks on each rank
+        ranks = session.mesh.world_size
+        config = dataclasses.replace(
+            config,
+            head_dim=128,
+            num_heads=max(4, ranks),
+            num_kv_heads=max(2, ranks),
+            hidden_size=128 * max(2, ranks),
+            intermediate_size=128 * max(4, ranks),
+        )
     return config if num_layers is None else dataclasses.replace(config, num_layers=num_layers)
 
 

@@ -286,7 +286,7 @@ def test_what_cannot_be_cut_is_one_error(checkpoint: Path, tmp_path: Path, monke
         ({"model": other}, ShapeError, "divide the heads.* got 2 ranks for 3 heads and 3 KV heads: use 1 or 3$"),
         ({"model": make()}, ConfigError, "tensor_parallel_size=2 goes with a checkpoint's path"),
         ({"tensor_parallel_size": 0}, ConfigError, "tensor_parallel_size must be an integer of at least 1"),
-        ({"tensor_parallel_mode": "reduce"}, ConfigError, "--tensor-parallel-mode reduce is not exact"),
+        ({"tensor_parallel_mode": "reduce"}, ConfigError, "mode='reduce' is not exact"),
         ({"tensor_parallel_mode": "columns", "tensor_parallel_size": 1}, ConfigError, "mode must be one of"),
         ({"tokenizer": byte_tokenizer()}, ConfigError, "the tokenizer must be a path"),
         ({"quantization": "tensorwise"}, RecipeError, "exact=True needs activation scales of one token each"),

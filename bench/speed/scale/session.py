@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from bench.record import Record, Timing, summarize
+from bench.report import FAILED
 from bench.timing import synchronize
 from octavo.distributed.mesh import Mesh
 from octavo.distributed.outcome import together
@@ -101,7 +102,7 @@ class Session:
         except Exception as error:
             traceback.print_exc()
             self.complain(f"{case}: {type(error).__name__}: {error}")
-            self.record.add(case, f"failed: {type(error).__name__}", "", 1.0)
+            self.record.add(case, FAILED, type(error).__name__, 1.0)  # as octavo bench step has it
         self.free()
         self.keep()
         self.say(f"  {case}: {time.perf_counter() - began:.1f} s")

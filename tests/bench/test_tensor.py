@@ -48,7 +48,7 @@ def test_every_part_has_its_rows() -> None:
     shared = rows["2 GPUs, gather, exact", "output throughput, exact over reduce"]
     assert shared["value"] > 0 and shared["peer"].endswith("reduce") and record["commit"] == "abc"
     metrics = [row["metric"] for row in record["rows"]]
-    assert metrics.count("tokens/s over one GPU") == 3 and metrics.count("a norm's gradient against one GPU's") == 3
+    assert metrics.count("tokens/s over one GPU") == 6 and metrics.count("a norm's gradient against one GPU's") == 6
     assert metrics.count("speed over a bf16 gather") == 1 and metrics.count("refit") == 2
     assert metrics.count("gather and cut, of that") == 2 and metrics.count("share of the roofline") == 2
     assert all(row["case"].endswith("reduce") and row["peer"] is None for row in record["reduce alone"])

@@ -90,6 +90,7 @@ AWAITED: dict[str, tuple[str, ...]] = {
     "fsdp_1024_tokens": (*_LINEAR, *_SHARDED),
     "fsdp_4096_tokens": (*_LINEAR, *_SHARDED),
     "fsdp_trace_2048_tokens": (*_LINEAR, *_SHARDED),
+    "restart": ("octavo/distributed", "octavo/parallel", "octavo/run", "octavo/train"),
 }
 _NO_CODE = ":!octavo/nn/speed_table.json"  # which a benchmark writes
 

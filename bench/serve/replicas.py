@@ -36,7 +36,7 @@ _LIMITS: dict[str, Any] = {
     "max_num_batched_tokens": served_batched_tokens(MAX_NUM_SEQS),
     "gpu_memory_utilization": MEMORY_SHARE,
 }
-_KINDS = ("at-once", "streamed")
+_KINDS = {"at-once": False, "streamed": True}  # whether tokens come as they are made
 _TOY_LIMITS = {"enable_prefix_caching": False, "max_model_len": 128, "max_num_seqs": 8, "num_kv_pages": 32}
 
 
@@ -86,7 +86,7 @@ def _measure(record: Record, options: Any, num_replicas: int, found: dict[str, f
         _wait_for_replicas(target.url, num_replicas, process)
         print(f"{num_replicas} replicas ready after {time.perf_counter() - began:.1f} s", flush=True)
         run_load(target, _load(num_replicas, stream=False, is_toy=options.toy), math.inf)  # compiles what is left
-        for stream in (False, True) if options.only is None else (options.only == "streamed",):
+        for stream in _KINDS.values() if options.only is None else [_KINDS[options.only]]:
             load = _load(num_replicas, stream=stream, is_toy=options.toy)
             runs = [run_load(target, load, math.inf) for _ in range(options.runs)]
             complaints += _add_rows(record, load, num_replicas, runs, found)

@@ -6,10 +6,13 @@ bench.speed.whole_model has all of these. B batch, S tokens a sequence, H hidden
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from octavo.models import ModelConfig
 
 EPS = 1e-5
 Norm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -115,6 +118,22 @@ def torch_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def torch_gated_unit(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """SwiGLU's elementwise part by torch."""
     return F.silu(gate) * up
+
+
+def llama_config(shape: StackShape, *, vocab_size: int, **fields: Any) -> ModelConfig:
+    """The shape as octavo's Decoder takes it, with other fields of its config."""
+    return ModelConfig(
+        family="llama",
+        vocab_size=vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.ffn_hidden_size,
+        num_layers=shape.layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.seq_len,
+        **fields,
+    )
 
 
 def torch_rotate(cos: torch.Tensor, sin: torch.Tensor) -> Rotate:

@@ -15,7 +15,7 @@ from bench.measure import TrainingStep
 from bench.options import BenchOptions
 from bench.speed import peers
 from bench.speed.check import CALLS_BEFORE, CHECK_TOKENS, MIN_BF16_DB, MIN_FP8_DB
-from bench.speed.stack import EPS, Norm, StackShape, draw_weights, torch_norm, torch_rotate
+from bench.speed.stack import EPS, Norm, StackShape, draw_weights, llama_config, torch_norm, torch_rotate
 from bench.speed.variants import (
     StackVariant,
     attention_backend,
@@ -26,7 +26,7 @@ from bench.speed.variants import (
     with_baselines,
 )
 from octavo.errors import BackendError
-from octavo.models import Decoder, ModelConfig
+from octavo.models import Decoder
 from octavo.nn import PackedContext
 from octavo.nn.cross_entropy import linear_cross_entropy
 from octavo.numerics import Numerics, get_recipe
@@ -176,19 +176,7 @@ class OctavoModel(nn.Module):
 
     def __init__(self, variant: StackVariant, shape: StackShape, device: str) -> None:
         super().__init__()
-        config = ModelConfig(
-            family="llama",
-            vocab_size=shape.vocab_size,
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.ffn_hidden_size,
-            num_layers=shape.layers,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            rms_norm_eps=EPS,
-            rope_theta=_ROPE_THETA,
-            max_position_embeddings=shape.seq_len,
-        )
+        config = llama_config(shape, vocab_size=shape.vocab_size, rms_norm_eps=EPS, rope_theta=_ROPE_THETA)
         self.shape, self.decoder = shape, Decoder(config, device="meta")
         self.decoder.set_numerics(Numerics(get_recipe(variant.recipe)))
         self.decoder.to_empty(device=device)

@@ -147,7 +147,7 @@ class Learner:
 
         Args:
             advantages: [sequences] fp32.
-            step: from 1; for messages, and for correction.effect_every.
+            step: from 1; for messages, correction.effect_every and trainer.check_exact_every.
         Raises:
             ExactnessError: in exact mode; no update is made from the minibatch that raises.
             NonFiniteError: likewise.

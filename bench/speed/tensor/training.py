@@ -9,11 +9,11 @@ import torch
 from bench.speed.scale.layers import UpdatedStep
 from bench.speed.scale.models import materialize
 from bench.speed.scale.session import Session
-from bench.speed.stack import StackShape
+from bench.speed.stack import StackShape, llama_config
 from bench.speed.step import LLAMA_3_8B, MAX_LOSS_DIFFERENCE
 from bench.speed.tensor.models import GATHER, ONE_GPU, REDUCE, Layout, wanted
 from bench.speed.variants import StackVariant, build_optimizer
-from octavo.models import Decoder, ModelConfig
+from octavo.models import Decoder
 from octavo.nn import PackedContext
 from octavo.numerics import Numerics, get_recipe
 from octavo.numerics.analysis import sqnr
@@ -115,18 +115,7 @@ def _measure(session: Session, recipe: str, layout: Layout, found: list[_Found])
 
 
 def _build(session: Session, shape: StackShape, recipe: str, layout: Layout) -> Decoder:
-    config = ModelConfig(
-        family="llama",
-        vocab_size=_VOCAB_SIZE,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.ffn_hidden_size,
-        num_layers=shape.layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.seq_len,
-        tie_word_embeddings=True,  # no head: fsdp has none
-    )
+    config = llama_config(shape, vocab_size=_VOCAB_SIZE, tie_word_embeddings=True)  # no head: fsdp has none
     model = Decoder(config, device="meta")
     fields = {"update_every": "step"} if recipe == "delayed" else {}  # as bench.speed.fsdp has it
     model.set_numerics(Numerics(get_recipe(recipe, **fields)))

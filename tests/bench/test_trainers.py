@@ -140,3 +140,12 @@ def test_parts_that_the_ranks_do_not_fit_are_refused(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         trainers.main([*TOY, "--only", "deepspeed"], Mesh.single())
     assert "--only deepspeed: 1 rank(s) run huggingface, lora" in capsys.readouterr().err
+
+
+def test_one_process_beside_two_gpus_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit):
+        trainers.main(["--device", "cuda"], Mesh.single())
+    assert "CUDA_VISIBLE_DEVICES=0" in capsys.readouterr().err

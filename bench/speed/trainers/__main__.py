@@ -5,6 +5,8 @@ import json
 import sys
 from pathlib import Path
 
+import torch
+
 from bench.program import RanksProgram, backend_of
 from bench.record import Record
 from bench.speed.trainers import __doc__ as DOC
@@ -35,6 +37,8 @@ def main(arguments: list[str] | None = None, mesh: Mesh | None = None) -> int:
     fitting = [name for name in PARTS if (name in _ONE_GPU) == (ranks.world_size == 1)]
     if unfit := set(options.only) - set(fitting):
         parser.error(f"--only {', '.join(sorted(unfit))}: {ranks.world_size} rank(s) run {', '.join(fitting)}")
+    if ranks.world_size == 1 and options.device == "cuda" and torch.cuda.device_count() > 1:
+        parser.error(f"{torch.cuda.device_count()} GPUs, which Trainer joins by DataParallel: CUDA_VISIBLE_DEVICES=0")
     what = "Training steps inside other trainers, octavo's FP8 linears against bf16."
     if ranks.world_size > 1:
         what += f" {ranks.world_size} ranks of one host over {backend_of(options.device)}."

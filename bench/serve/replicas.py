@@ -25,7 +25,7 @@ from bench.serve.online import Load, OnlineRun, Target, run_load
 from bench.serve.server import ServerSetup, free_port, running_server
 from bench.serve.workloads import MAX_NUM_SEQS, MEMORY_SHARE, WORKLOADS
 from octavo.errors import BackendError
-from octavo.serve.engine import served_batched_tokens
+from octavo.serve.engine import served_tokens
 
 _WORKLOAD = WORKLOADS["8b-mixed"]
 _NUM_REPLICAS, _READY_S, _POLL_S, _LOOK_S = 2, 300.0, 0.2, 10.0
@@ -33,7 +33,7 @@ _LIMITS: dict[str, Any] = {
     "enable_prefix_caching": False,
     "max_model_len": _WORKLOAD.max_len,
     "max_num_seqs": MAX_NUM_SEQS,
-    "max_num_batched_tokens": served_batched_tokens(MAX_NUM_SEQS),
+    **served_tokens(MAX_NUM_SEQS),
     "gpu_memory_utilization": MEMORY_SHARE,
 }
 _KINDS = {"at-once": False, "streamed": True}  # whether tokens come as they are made

@@ -43,7 +43,7 @@ from bench.session import Session
 from bench.speed.ceilings import Ceilings
 from octavo.errors import BackendError
 from octavo.models import ModelConfig
-from octavo.serve.engine import served_batched_tokens
+from octavo.serve.engine import served_tokens
 
 _COLD_VARIANTS, _ONLINE_VARIANTS, _FIRST_BATCH_VARIANTS = ("fp8-kv",), ("fp8-kv",), ("fp8-kv",)
 _FIRST_BATCHES = ("8b-512x1000", "30b-a3b-256x512")
@@ -172,7 +172,7 @@ class ServeSession(Session):
             limits |= {"max_num_seqs": 8, "num_kv_pages": 32}
         else:
             limits |= {"max_num_seqs": MAX_NUM_SEQS, "gpu_memory_utilization": MEMORY_SHARE}
-            limits["max_num_batched_tokens"] = served_batched_tokens(MAX_NUM_SEQS)
+            limits |= served_tokens(MAX_NUM_SEQS)
         setup = server.ServerSetup(
             *("Qwen3-8B", variant.name, self.recipe, device, port, limits),
             has_tokenizer=has_tokenizer,

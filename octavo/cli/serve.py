@@ -18,7 +18,7 @@ from octavo.models import ModelConfig
 from octavo.models.chat import describe_template
 from octavo.models.checkpoint.dialects import read_config
 from octavo.serve import LLM
-from octavo.serve.engine import Engine, EngineConfig, served_batched_tokens
+from octavo.serve.engine import Engine, EngineConfig, served_tokens
 from octavo.serve.model_choice import as_dtype, check_checkpoint, eos_ids_of_generation
 from octavo.serve.tensor_workers import EngineOrder, TensorParallel, chosen_device
 
@@ -92,11 +92,15 @@ def command(
         update_timeout_s=update_timeout,
         access_log=access_log,
     )
-    if max_num_batched_tokens is None:
-        max_num_batched_tokens = served_batched_tokens(max_num_seqs)
     limits = EngineConfig(
-        *(max_num_seqs, max_num_batched_tokens, max_model_len, num_kv_pages),
-        *(gpu_memory_utilization, enable_prefix_caching, seed, enforce_eager),
+        **served_tokens(max_num_seqs, max_num_batched_tokens),
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        num_kv_pages=num_kv_pages,
+        gpu_memory_utilization=gpu_memory_utilization,
+        enable_prefix_caching=enable_prefix_caching,
+        seed=seed,
+        enforce_eager=enforce_eager,
         enable_return_routed_experts=enable_return_routed_experts,
     )
     numerics = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype, "attention_dtype": attention_dtype}

@@ -60,7 +60,10 @@ DataParallelSize = Annotated[
 MaxNumSeqs = Annotated[int, typer.Option(help="Sequences that run at a time.")]
 MaxNumBatchedTokens = Annotated[
     int | None,
-    typer.Option(help="Tokens a step; 1024 by default. More: prompts sooner, answers under way less evenly."),
+    typer.Option(
+        help="Tokens a step; 1024 by default, half of it for prompts while answers are under way and few prompts wait. "
+        "More: prompts sooner, answers under way less evenly."
+    ),
 ]
 MaxModelLen = Annotated[int | None, typer.Option(help="Tokens of a sequence, prompt and output.")]
 NumKVPages = Annotated[

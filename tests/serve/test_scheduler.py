@@ -13,9 +13,15 @@ from octavo.serve.sampling_params import SamplingParams
 PAGE = 4
 
 
-def make(num_pages: int, max_num_seqs: int = 8, budget: int = 16, caching: bool = False) -> Scheduler:
-    stats = EngineStats(num_kv_pages=num_pages)
-    return Scheduler(PageManager(num_pages, PAGE, "", caching), max_num_seqs, budget, stats)
+def make(
+    num_pages: int,
+    max_num_seqs: int = 8,
+    budget: int = 16,
+    caching: bool = False,
+    beside_decodes: int | None = None,
+) -> Scheduler:
+    stats, pages = EngineStats(num_kv_pages=num_pages), PageManager(num_pages, PAGE, "", caching)
+    return Scheduler(pages, max_num_seqs, budget, stats, prompt_tokens_beside_decodes=beside_decodes)
 
 
 def make_seq(prompt_len: int, max_tokens: int = 100, first: int = 0) -> Sequence:
@@ -53,6 +59,55 @@ def test_prompts_are_chunked_by_the_budget_and_mixed_with_decode() -> None:
     assert spans(scheduler.schedule()) == [(6, 7, True), (20, 21, True)]
     assert scheduler.stats.num_prefill_chunks == 4
     assert scheduler.stats.num_multi_chunk_prompts == 1
+
+
+def test_few_prompt_tokens_join_a_step_that_decodes() -> None:
+    scheduler = make(num_pages=64, budget=16, beside_decodes=4)
+    answer = make_seq(3)
+    scheduler.add(answer)
+    scheduler.add(make_seq(14, first=100))
+    chunks = scheduler.schedule()
+    assert spans(chunks) == [(0, 3, True), (0, 13, False)]  # none decodes yet
+    advance(scheduler, chunks)
+    scheduler.add(make_seq(6, first=200))
+    chunks = scheduler.schedule()
+    assert spans(chunks) == [(3, 4, True), (13, 14, True), (0, 4, False)]  # one token is no prompt
+    advance(scheduler, chunks)
+    scheduler.add(make_seq(9, first=300))
+    chunks = scheduler.schedule()
+    assert spans(chunks)[2:] == [(4, 6, True), (0, 2, False)]
+    advance(scheduler, chunks)
+    assert spans(scheduler.schedule())[3:] == [(2, 6, False)]
+
+
+def test_more_prompt_tokens_join_where_more_wait() -> None:
+    scheduler = make(num_pages=64, budget=16, beside_decodes=4)
+    answers = [make_seq(2, first=first) for first in (0, 10)]
+    for seq in answers:
+        scheduler.add(seq)
+    advance(scheduler, scheduler.schedule())
+    for first in (100, 200, 300):
+        scheduler.add(make_seq(12, first=first))
+    chunks = scheduler.schedule()
+    assert spans(chunks) == [(2, 3, True), (2, 3, True), (0, 9, False)]  # a quarter of 36
+    advance(scheduler, chunks)
+    for first in (400, 500, 600, 700):
+        scheduler.add(make_seq(12, first=first))
+    sizes = [chunk.num_tokens for chunk in scheduler.schedule()]
+    assert (sizes[:2], sum(sizes)) == ([1, 1], 16)  # never more than a step's tokens
+
+
+def test_a_prompt_that_has_no_tokens_left_in_a_step_holds_up_no_answer_behind_it() -> None:
+    scheduler = make(num_pages=64, budget=16, beside_decodes=4)
+    first, long, last = make_seq(2), make_seq(40, first=100), make_seq(2, first=200)
+    for seq in (first, last):
+        scheduler.add(seq)
+    advance(scheduler, scheduler.schedule())
+    scheduler.add(long)
+    advance(scheduler, scheduler.schedule())
+    scheduler.running.sort(key=[first, long, last].index)
+    scheduler.add(make_seq(4, first=300))
+    assert [c.sequence for c in scheduler.schedule()] == [first, long, last]
 
 
 def test_max_num_seqs_bounds_the_running() -> None:
@@ -137,11 +192,12 @@ def test_an_aborted_sequence_leaves_no_page_behind() -> None:
     scheduler.page_manager.check_integrity([])
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(9))
 def test_random_loads_finish_within_the_limits(seed: int) -> None:
     rng = random.Random(seed)
     num_pages, max_num_seqs, budget = rng.choice([(6, 4, 5), (12, 8, 9), (20, 5, 64)])
-    scheduler = make(num_pages, max_num_seqs, budget, caching=seed % 2 == 0)
+    beside_decodes = None if seed < 3 else 2
+    scheduler = make(num_pages, max_num_seqs, budget, caching=seed % 2 == 0, beside_decodes=beside_decodes)
     pending = []
     for _ in range(40):
         prompt_len = rng.randrange(1, num_pages * PAGE - 1)

@@ -16,7 +16,7 @@ from octavo.env import admin_key_from_env, api_key_from_env
 from octavo.errors import BackendError, CheckpointError, ConfigError, KeywordError
 from octavo.models import char_tokenizer, save_model
 from octavo.serve import SamplingParams
-from octavo.serve.engine import EngineConfig, served_batched_tokens
+from octavo.serve.engine import EngineConfig, served_tokens
 from octavo.serve.engine.driver import EngineDriver
 from octavo.serve.http import ServerConfig
 from tests.conftest import RunOctavo
@@ -117,11 +117,13 @@ def test_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert admin_key_from_env() == "secret"
 
 
-@pytest.mark.parametrize(("max_num_seqs", "wanted"), [(1, 1024), (256, 1024), (1024, 1024), (1500, 1500)])
-def test_a_step_behind_a_server_is_short(max_num_seqs: int, wanted: int) -> None:
-    num_tokens = served_batched_tokens(max_num_seqs)
-    assert num_tokens == wanted
-    assert EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=num_tokens)
+@pytest.mark.parametrize(
+    ("max_num_seqs", "asked", "wanted"),
+    [(1, None, (1024, 512)), (256, None, (1024, 512)), (1500, None, (1500, 750)), (1, 1, (1, 1)), (8, 64, (64, 32))],
+)
+def test_a_step_behind_a_server_is_short(max_num_seqs: int, asked: int | None, wanted: tuple[int, int]) -> None:
+    config = EngineConfig(**served_tokens(max_num_seqs, asked), max_num_seqs=max_num_seqs)
+    assert (config.max_num_batched_tokens, config.prompt_tokens_beside_decodes) == wanted
 
 
 def test_options_of_vllm_that_ask_for_what_is_so_anyway_are_taken(

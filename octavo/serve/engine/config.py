@@ -1,11 +1,12 @@
 """EngineConfig: the limits of an engine, checked once. Pure Python."""
 
 import dataclasses
+from typing import Any
 
 from octavo.errors import ConfigError
 
 # tokens a step behind a server: a step with a prompt keeps the answers under way waiting, here for some 20 ms of an 8B
-# model on an H200; offline, longer steps are a little more efficient
+# model on an H200, or half of that while few prompts wait; offline, longer steps are a little more efficient
 SERVED_BATCHED_TOKENS = 1024
 
 
@@ -16,6 +17,9 @@ class EngineConfig:
     Args:
         max_num_seqs: sequences that run at a time.
         max_num_batched_tokens: tokens a step, over all sequences; at least max_num_seqs.
+        prompt_tokens_beside_decodes: of them, those of prompts in a step that also decodes, while few prompts wait: 1/4
+            of what waits where that is more; None for no such bound. Fewer let answers under way come more evenly. It
+            changes no token in exact mode.
         max_model_len: tokens of a sequence, prompt and output; None for what model and cache allow.
         num_kv_pages: pages of the KV cache; None for what the memory allows.
         gpu_memory_utilization: share of the GPU's memory that weights, cache and activations may take together.
@@ -43,6 +47,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     enable_return_routed_experts: bool = False
     plan_known_lengths: bool = True
+    prompt_tokens_beside_decodes: int | None = None
 
     def __post_init__(self) -> None:
         for name, low in (
@@ -50,9 +55,10 @@ class EngineConfig:
             ("max_num_batched_tokens", 1),
             ("max_model_len", 2),
             ("num_kv_pages", 1),
+            ("prompt_tokens_beside_decodes", 1),
         ):
             value = getattr(self, name)
-            if value is None and name in ("max_model_len", "num_kv_pages"):
+            if value is None and name not in ("max_num_seqs", "max_num_batched_tokens"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
@@ -86,6 +92,12 @@ class EngineConfig:
         return min(asked or model_len, model_len if cache_len is None else cache_len)
 
 
-def served_batched_tokens(max_num_seqs: int) -> int:
-    """max_num_batched_tokens behind a server, where no number was given."""
-    return max(SERVED_BATCHED_TOKENS, max_num_seqs)
+def served_tokens(max_num_seqs: int, max_num_batched_tokens: int | None = None) -> dict[str, Any]:
+    """The two budgets of a step behind a server, by EngineConfig's names.
+
+    Args:
+        max_num_seqs: the engine's.
+        max_num_batched_tokens: what was asked for; None where no number was given.
+    """
+    most = max(SERVED_BATCHED_TOKENS, max_num_seqs) if max_num_batched_tokens is None else max_num_batched_tokens
+    return {"max_num_batched_tokens": most, "prompt_tokens_beside_decodes": max(1, most // 2)}

@@ -7,6 +7,7 @@ its value is known.
 """
 
 from collections import deque
+from itertools import islice
 from typing import NamedTuple
 
 from octavo.serve.engine.admission import KVCapacityForecast
@@ -48,6 +49,7 @@ class Scheduler:
         max_num_batched_tokens: tokens a step.
         stats: where it counts.
         plan_known_lengths: see EngineConfig.
+        prompt_tokens_beside_decodes: see EngineConfig.
     """
 
     def __init__(
@@ -57,15 +59,18 @@ class Scheduler:
         max_num_batched_tokens: int,
         stats: EngineStats,
         plan_known_lengths: bool = False,
+        prompt_tokens_beside_decodes: int | None = None,
     ) -> None:
         self.page_manager = page_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.stats = stats
         self.plan_known_lengths = plan_known_lengths
+        self.prompt_tokens_beside_decodes = prompt_tokens_beside_decodes
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_grammars = 0  # unfinished sequences that have one
+        self._tokens_left = self._prompt_tokens_left = 0  # of the step that is chosen now
         self._num_computed_before: dict[Sequence, int] = {}  # of preempted sequences
 
     @property
@@ -81,10 +86,11 @@ class Scheduler:
         """Choose the next step's chunks, at most max_num_batched_tokens tokens, and count them as computed."""
         num_preemptions = self.stats.num_preemptions
         chunks: list[Chunk] = []
-        budget = self._continue_running(chunks)
+        self._tokens_left, self._prompt_tokens_left = self.max_num_batched_tokens, self._prompt_tokens()
+        self._continue_running(chunks)
         if self.stats.num_preemptions == num_preemptions:
-            budget = self._admit_waiting(chunks, budget)
-        self.stats.num_computed_tokens += self.max_num_batched_tokens - budget
+            self._admit_waiting(chunks)
+        self.stats.num_computed_tokens += self.max_num_batched_tokens - self._tokens_left
         self.stats.note_pages(self.page_manager.num_used_pages)
         return chunks
 
@@ -104,22 +110,31 @@ class Scheduler:
         while self.running:
             self._preempt(self.running.pop())
 
-    def _continue_running(self, chunks: list[Chunk]) -> int:
-        """Add what running sequences compute; the tokens that are left of the budget."""
-        budget = self.max_num_batched_tokens
+    def _prompt_tokens(self) -> int:
+        """Tokens of prompts in this step: few where others decode and little waits, so that these come evenly."""
+        most = self.max_num_batched_tokens
+        if self.prompt_tokens_beside_decodes is None:
+            return most
+        due = [len(seq.token_ids) + seq.num_pending - seq.num_computed_tokens for seq in self.running]
+        if 1 not in due:
+            return most
+        waiting = sum(due) - due.count(1) + sum([len(seq.token_ids) for seq in islice(self.waiting, most)])
+        return max(self.prompt_tokens_beside_decodes, waiting // 4)
+
+    def _continue_running(self, chunks: list[Chunk]) -> None:
+        """Add what running sequences compute."""
         page_size = self.page_manager.page_size
         for seq in self.running:  # which loses its tail alone, and no sequence that was passed
-            if not budget:
+            if not self._tokens_left:
                 break
             num_tokens = len(seq.token_ids) + seq.num_pending
             if seq.num_pending and num_tokens >= seq.max_len:  # it ends with the token under way
                 continue
+            if not self._prompt_tokens_left and num_tokens - seq.num_computed_tokens > 1:
+                continue
             if num_tokens > len(seq.page_table) * page_size and not self._make_room(seq):
                 break
-            chunk = self._take_chunk(seq, budget)
-            chunks.append(chunk)
-            budget -= chunk.end - chunk.start
-        return budget
+            chunks.append(self._take_chunk(seq))
 
     def _make_room(self, seq: Sequence) -> bool:
         """Grow a running sequence, preempting from the tail; False if it was itself the last to be preempted."""
@@ -137,10 +152,12 @@ class Scheduler:
         self.waiting.appendleft(seq)
         self.stats.num_preemptions += 1
 
-    def _admit_waiting(self, chunks: list[Chunk], budget: int) -> int:
-        """Begin waiting sequences, in order, and add what they compute; the tokens that are left of the budget."""
+    def _admit_waiting(self, chunks: list[Chunk]) -> None:
+        """Begin waiting sequences, in order, and add what they compute."""
         outlook: KVCapacityForecast | None = None
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+        while self.waiting and len(self.running) < self.max_num_seqs:
+            if not (self._tokens_left and self._prompt_tokens_left):
+                break
             seq = self.waiting[0]
             if self.plan_known_lengths and seq.known_final_len:
                 outlook = outlook or KVCapacityForecast(self.page_manager, self.running)
@@ -157,14 +174,16 @@ class Scheduler:
             self.stats.num_prefix_query_tokens += seq.num_tokens
             self.stats.num_prefix_hit_tokens += num_cached
             self.stats.num_recomputed_tokens += max(0, self._num_computed_before.pop(seq, 0) - num_cached)
-            chunks.append(self._take_chunk(seq, budget))
-            budget -= chunks[-1].num_tokens
-        return budget
+            chunks.append(self._take_chunk(seq))
 
-    def _take_chunk(self, seq: Sequence, budget: int) -> Chunk:
+    def _take_chunk(self, seq: Sequence) -> Chunk:
         start, num_known = seq.num_computed_tokens, len(seq.token_ids)
         num_tokens = num_known + seq.num_pending
-        end = min(num_tokens, start + budget)
+        end = min(num_tokens, start + self._tokens_left)
+        if num_tokens - start > 1:
+            end = min(end, start + self._prompt_tokens_left)
+            self._prompt_tokens_left -= end - start
+        self._tokens_left -= end - start
         page_size, known_end = self.page_manager.page_size, min(end, num_known)
         if known_end // page_size > start // page_size:
             self.page_manager.cache_full_pages(seq, start, known_end)

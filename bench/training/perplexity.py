@@ -76,7 +76,7 @@ class PerplexityVariant:
 
 def _variants(*, has_outliers: bool = False) -> list[PerplexityVariant]:
     """Those of every model, and the one that is to fail of a model with outliers."""
-    fp8 = get_recipe(_WEIGHTS)
+    fp8, rowwise = get_recipe(_WEIGHTS), get_recipe("rowwise")
     broken = (
         [PerplexityVariant("FP8 + FP8 KV with scale 1", Numerics(fp8, "fp8", kv_scales="_fixed"))]
         if has_outliers
@@ -90,6 +90,8 @@ def _variants(*, has_outliers: bool = False) -> list[PerplexityVariant]:
         PerplexityVariant("FP8 + FP8 KV", Numerics(fp8, "fp8")),
         PerplexityVariant("FP8 + FP8 KV, exact", Numerics(fp8, "fp8", exact=True)),
         PerplexityVariant("FP8 + FP8 KV with calibrated scales", Numerics(fp8), is_calibrated=True),
+        PerplexityVariant("FP8 rowwise", Numerics(rowwise)),
+        PerplexityVariant("FP8 rowwise + FP8 KV", Numerics(rowwise, "fp8")),
         *broken,
     ]
 
@@ -327,7 +329,7 @@ def _describe(plan: PerplexityPlan, corpus: Corpus, held_out: Sequence[list[int]
     return (
         f"Perplexity of {num_tokens:,} held-out tokens in sequences below {plan.size.seq_len}, prefilled in chunks "
         f"through the engine's paged cache (calibrated scales: through the scorer), weights and activations in "
-        f"{_WEIGHTS}. Outliers: {options.outliers:g}-fold pairs of K's channels, Q's divided by as much; scale 1 is "
+        f"{_WEIGHTS} but where rowwise is said. Outliers: {options.outliers:g}-fold pairs of K's channels, Q's divided by as much; scale 1 is "
         f"the fault that must show there. Means of {options.seeds} seeds, the smallest and the largest as p20 and p80; "
         f"gaps are of one seed's perplexities. Largest K: of the layer that has the least. "
         f"Text: {corpus.describe()}."

@@ -100,7 +100,7 @@ def test_seeds_are_put_one_behind_another(monkeypatch: pytest.MonkeyPatch) -> No
         perplexity.measure_all(found, "x", model, TOKENS, TOKENS)
     names = [variant.name for variant in perplexity._variants()]
     assert found.values == {name: [10.0 + i, 10.0 + i + len(names)] for i, name in enumerate(names)}
-    assert found.gaps["FP8"] == pytest.approx([0.2, 2 / 17])
+    assert found.gaps["FP8"] == pytest.approx([0.2, 2 / (10 + len(names))])
     assert len(found.spreads) == len(found.reaches) == 2
 
 

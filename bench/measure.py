@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from bench.clocks import ClockSamples, sample_clocks
 from bench.energy import measure_energy
 from bench.record import summarize
 from bench.speed.check import check_variant
@@ -118,6 +119,7 @@ class Pass:
         loss: of the last step.
         optimizer: what describe_optimizer says of it after the steps.
         attention: torch's attention kernels that a step called.
+        clocks: the GPU's clock and power.
     """
 
     times_ms: tuple[float, ...]
@@ -127,6 +129,7 @@ class Pass:
     loss: float
     optimizer: str
     attention: str
+    clocks: ClockSamples = dataclasses.field(default_factory=ClockSamples)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +237,7 @@ def _measure_variant(variant: StackVariant, workload: StepWorkload, device: str)
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         times_ms = []
-        with measure_energy(device) as energy:
+        with sample_clocks(device) as clocks, measure_energy(device) as energy:
             for _ in range(TIMED_STEPS):
                 start = time.perf_counter()
                 loss = step()
@@ -243,7 +246,7 @@ def _measure_variant(variant: StackVariant, workload: StepWorkload, device: str)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     joules = None if energy.joules is None else energy.joules / TIMED_STEPS
     settings = describe_optimizer(step.optimizer), attention
-    return Pass(tuple(times_ms), peak, joules, energy.source, float(loss), *settings)
+    return Pass(tuple(times_ms), peak, joules, energy.source, float(loss), *settings, clocks)
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:

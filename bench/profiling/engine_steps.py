@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Iterator
 
-from bench.profiling.clocks import sample_clocks
+from bench.clocks import sample_clocks
 from bench.profiling.kernels import watch
 from bench.profiling.layer import average_layer, layer_floors
 from bench.profiling.settings import Settings
@@ -66,7 +66,7 @@ def profile_decode(settings: Settings, name: str, variant_name: str) -> Iterator
     numerics, head = engine.model.numerics, Counts.of(config).head
     by_bytes = settings.ceilings.moving_s(2.0 * head) * 1e6
     by_operations = settings.ceilings.product_s(2.0 * num_seqs * head, fp8=False) * 1e6
-    figures = {"without the profiler, ms a step": plain_ms, "tokens/s": num_seqs / plain_ms * 1e3} | clocks
+    figures = {"without the profiler, ms a step": plain_ms, "tokens/s": num_seqs / plain_ms * 1e3} | clocks.figures()
     figures |= {"head's floor, us by bytes": by_bytes, "head's floor, us by operations": by_operations}
     yield Profile(
         f"{_title(settings, workload, variant)}, decode of {num_seqs} x {length:.0f} tokens",
@@ -91,7 +91,8 @@ def profile_prefill(settings: Settings, _name: str, variant_name: str) -> Iterat
             seconds = [run_requests(engine, requests, "cpu", math.inf).seconds for _ in range(settings.few(3))]
         lengths = [(len(ids), 1) for ids, _ in requests]
         floor = floor_s(config, engine.model.numerics, lengths, num_seqs, settings.ceilings)
-        figures = {"without the profiler, ms": statistics.median(seconds) * 1e3, "floor, ms": floor * 1e3} | clocks
+        figures = {"without the profiler, ms": statistics.median(seconds) * 1e3, "floor, ms": floor * 1e3}
+        figures |= clocks.figures()
         with watch(device) as watched:
             run_requests(engine, requests, "cpu", math.inf)
         layer = average_layer(watched.kernels, _ANCHORS[device])

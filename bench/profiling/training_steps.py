@@ -6,9 +6,9 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 
+from bench.clocks import sample_clocks
 from bench.measure import TIMED_STEPS, WARMUP_STEPS, StackWorkload
 from bench.options import FP8_RECIPES
-from bench.profiling.clocks import sample_clocks
 from bench.profiling.kernels import Watched, watch
 from bench.profiling.settings import Settings
 from bench.profiling.step_profile import Profile
@@ -46,8 +46,8 @@ def profile_step(settings: Settings, _name: str, variant_name: str) -> Iterator[
                 for _ in range(num_steps):
                     step()
         floor_ms = floor_s(variant, shape, settings.ceilings) * 1e3
-        figures = {"without the profiler, ms a step": statistics.median(times_ms), "floor, ms": floor_ms} | clocks
-        figures |= {"CPU's time to issue it, ms": issued_ms}
+        figures = {"without the profiler, ms a step": statistics.median(times_ms), "floor, ms": floor_ms}
+        figures |= clocks.figures() | {"CPU's time to issue it, ms": issued_ms}
         yield Profile(f"training step, {shape}: {variant.name}, {optimizer}", watched, num_steps, figures)
         del step
         settings.host.free()
@@ -114,7 +114,7 @@ def profile_rl(settings: Settings, _name: str, variant_name: str) -> Iterator[Pr
         figures = {"without the profiler, ms": times[SECONDS + phase] * 1e3}
         if JOULES + phase in times:
             figures["energy, J"] = times[JOULES + phase]
-        figures |= {f"{name}, of the whole step": value for name, value in clocks.items()}
+        figures |= {f"{name}, of the whole step": value for name, value in clocks.figures().items()}
         title = f"{METRICS[phase]}, {sizes.label}: {variant.label(settings.host.recipe)}"
         yield Profile(title, watched, 1, figures)
     del loop

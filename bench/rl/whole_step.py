@@ -6,6 +6,7 @@ import statistics
 
 import torch
 
+from bench.clocks import ClockSamples, add_clocks, sample_clocks
 from bench.record import Record, summarize
 from bench.report import STEP_TIME
 from bench.rl.check import check_gradients
@@ -71,14 +72,18 @@ def measure_whole_step(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     with contextlib.closing(Loop(config, shape, sizes, device)) as loop:
-        steps: list[LoopStep] = []
+        steps, clocks = list[LoopStep](), list[ClockSamples]()
         for number, is_timed in paced_steps(1, sizes.passes, deadline):
-            step = loop.step(number)
-            steps += [step] if is_timed else []
+            with sample_clocks(device) as sampled:
+                step = loop.step(number)
+            if is_timed:
+                steps.append(step)
+                clocks.append(sampled)
             print(f"  step {number}{'' if is_timed else ' (warm-up)'}: {_show(step)}", flush=True)
     if not steps:
         raise OutOfTimeError
     _add_rows(record, case, steps)
+    add_clocks(record, case, clocks)
     if device == "cuda":
         record.add(case, "peak memory", "GiB", torch.cuda.max_memory_allocated() / 2**30)
     return f"{statistics.median(s.times[SECONDS + 'step'] for s in steps):.2f} s a step, over {len(steps)}"

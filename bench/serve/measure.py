@@ -5,6 +5,7 @@ import itertools
 import time
 from collections.abc import Sequence as Values
 
+from bench.clocks import ClockSamples, sample_clocks
 from bench.energy import measure_energy
 from bench.serve.workloads import Requests
 from octavo.serve import SamplingParams
@@ -30,6 +31,7 @@ class EngineRun:
         ttft_s: seconds to the first token, one a request.
         gaps_s: seconds between two tokens of a request, all of them.
         joules: that the GPU drew; None where it is unknown, and energy_source says why.
+        clocks: the GPU's clock and power.
     """
 
     seconds: float
@@ -41,6 +43,7 @@ class EngineRun:
     num_preemptions: int
     joules: float | None
     energy_source: str
+    clocks: ClockSamples = dataclasses.field(default_factory=ClockSamples)
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -86,7 +89,7 @@ def run_requests(
     """Hand the engine all requests at once and step it to the end.
 
     Args:
-        device: whose energy is read; "cpu" for none.
+        device: whose energy and clock are read; "cpu" for none.
         deadline: time.perf_counter() at which to give up.
         logprobs: as in SamplingParams.
     Raises:
@@ -99,7 +102,7 @@ def run_requests(
         n: SamplingParams(temperature=TEMPERATURE, max_tokens=n, ignore_eos=True, logprobs=logprobs)
         for n in {n for _, n in requests}
     }
-    with measure_energy(device, sample_s=ENERGY_SAMPLE_S) as energy:
+    with sample_clocks(device) as clocks, measure_energy(device, sample_s=ENERGY_SAMPLE_S) as energy:
         began = time.perf_counter()
         admitted = [engine.add_request(ids, params[n]) for ids, n in requests]
         times = _step_to_end(engine, admitted, deadline)
@@ -116,6 +119,7 @@ def run_requests(
         num_preemptions=stats.num_preemptions - num_preemptions,
         joules=energy.joules,
         energy_source=energy.source,
+        clocks=clocks,
     )
 
 

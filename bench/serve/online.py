@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NamedTuple
 
+from bench.clocks import ClockSamples, sample_clocks
 from bench.energy import measure_energy
 from bench.serve.http_client import HTTP_ERRORS, Answer, Server
 from bench.serve.measure import ENERGY_SAMPLE_S, OutOfTimeError
@@ -73,12 +74,13 @@ class OnlineAnswer:
 
 @dataclasses.dataclass(frozen=True)
 class OnlineRun:
-    """All answers, the seconds from the first arrival to the last token, and the joules that the GPU here drew."""
+    """All answers, the seconds from the first arrival to the last token; joules, clock and power of the GPU here."""
 
     load: Load
     answers: list[OnlineAnswer]
     seconds: float
     joules: float | None = None
+    clocks: ClockSamples = dataclasses.field(default_factory=ClockSamples)
 
     @property
     def done(self) -> list[OnlineAnswer]:
@@ -124,7 +126,7 @@ def run_load(target: Target, load: Load, deadline: float, device: str = "cpu") -
     """Wait until the server is ready, warm it up, then send the load.
 
     Args:
-        device: of this machine, whose energy is read; "cpu" for none.
+        device: of this machine, whose energy and clock are read; "cpu" for none.
         deadline: time.perf_counter() at which to give up.
     Raises:
         BackendError: a server that does not become ready or refuses.
@@ -141,7 +143,7 @@ async def _run(target: Target, load: Load, deadline: float, device: str) -> Onli
     first = await asyncio.gather(*(_ask(server, each) for each in requests[:_WARMUP_REQUESTS]))
     if wrong := [a.error for a in first if a.error is not None]:
         raise BackendError(f"the server at {target.url} does not answer: {wrong[0]}")
-    with measure_energy(device, sample_s=ENERGY_SAMPLE_S) as energy:
+    with sample_clocks(device) as clocks, measure_energy(device, sample_s=ENERGY_SAMPLE_S) as energy:
         began = time.perf_counter()
         schedule = _schedule(load.rate, requests[_WARMUP_REQUESTS:], rng)
         arrivals = [asyncio.create_task(_ask_at(server, each, due)) for due, each in schedule]
@@ -151,7 +153,7 @@ async def _run(target: Target, load: Load, deadline: float, device: str) -> Onli
         task.cancel()
     if late:
         raise OutOfTimeError
-    return OnlineRun(load, [task.result() for task in arrivals], seconds, energy.joules)
+    return OnlineRun(load, [task.result() for task in arrivals], seconds, energy.joules, clocks)
 
 
 def _schedule(rate: float, requests: list[Request], rng: random.Random) -> Iterator[tuple[float, Request]]:

@@ -7,6 +7,7 @@ with the same optimizer, whose name is the row's peer.
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from bench.clocks import add_clocks
 from bench.measure import (
     TIMED_STEPS,
     WARMUP_STEPS,
@@ -152,6 +153,7 @@ def add_results(
                 record.add(prefix + r.variant.name, metric, unit, value, peer=peer, peer_value=peer_value)
         record.add_roofline(prefix + r.variant.name, floor_s(r.variant, shape, ceilings) * 1e3 / r.step_ms)
         add_savings(record, prefix, r, results)
+        add_clocks(record, prefix + r.variant.name, [p.clocks for p in r.passes])
 
 
 def _metrics(

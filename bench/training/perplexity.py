@@ -329,9 +329,9 @@ def _describe(plan: PerplexityPlan, corpus: Corpus, held_out: Sequence[list[int]
     return (
         f"Perplexity of {num_tokens:,} held-out tokens in sequences below {plan.size.seq_len}, prefilled in chunks "
         f"through the engine's paged cache (calibrated scales: through the scorer), weights and activations in "
-        f"{_WEIGHTS} but where rowwise is said. Outliers: {options.outliers:g}-fold pairs of K's channels, Q's divided by as much; scale 1 is "
-        f"the fault that must show there. Means of {options.seeds} seeds, the smallest and the largest as p20 and p80; "
-        f"gaps are of one seed's perplexities. Largest K: of the layer that has the least. "
+        f"{_WEIGHTS} but where rowwise is said. Outliers: {options.outliers:g}-fold pairs of K's channels, Q's divided "
+        f"by as much; scale 1 is the fault that must show there. Means of {options.seeds} seeds, the smallest and "
+        f"the largest as p20 and p80; gaps are of one seed's perplexities. Largest K: of the layer that has the least. "
         f"Text: {corpus.describe()}."
     )
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from bench import profiling
+from bench.clocks import ClockSamples, add_clocks
 from bench.profiling import session
-from bench.profiling.clocks import figures_of
 from bench.profiling.cold_start import ColdProfile
 from bench.profiling.kernels import Kernel, Watched, watch
 from bench.profiling.kinds import OTHER, OURS, kind_of
 from bench.profiling.layer import Layer, average_layer, format_floors, layer_floors
 from bench.profiling.step_profile import Profile, Share
+from bench.record import Record
 from bench.serve.shapes import QWEN3_8B, QWEN3_30B_A3B
 from bench.serve.workloads import VARIANTS
 from bench.speed.ceilings import Ceilings
@@ -159,14 +160,25 @@ def test_kinds_of_libraries_kernels(name: str, kind: str) -> None:
 
 def test_clocks_are_medians_of_the_whole_samples() -> None:
     samples = "1980, 400.5, Not Active\n1500, 699.0, Active\n1700, 650.0, Active\n[N/A], 1, Active\n15"
-    assert figures_of(samples) == {
+    found = ClockSamples()
+    found.read(samples)
+    assert found.figures() == {
         "SM clock, MHz": 1700.0,
         "SM clock, lowest": 1500.0,
         "power, W": 650.0,
         "power, highest": 699.0,
         "share of the time at the power cap": pytest.approx(2 / 3),
     }
-    assert figures_of("") == {}
+    record = Record("x", "what", device="cpu")
+    add_clocks(record, "a case", [found, ClockSamples()])
+    rows = [(row["metric"], row["value"], row["p20"], row["p80"], row["unit"]) for row in record.rows]
+    assert rows == [("SM clock", 1700.0, 1580.0, 1868.0, "MHz"), ("power", 650.0, 500.3, 679.4, "W")]
+
+
+def test_no_sample_makes_no_figure() -> None:
+    record = Record("x", "what", device="cpu")
+    add_clocks(record, "a case", [ClockSamples()])
+    assert (ClockSamples().figures(), record.rows) == ({}, [])
 
 
 def test_what_runs_in_a_block_is_read_in_order() -> None:

@@ -15,6 +15,7 @@ pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
 from bench import run_benchmark
+from bench.clocks import ClockSamples
 from bench.record import Record
 from bench.serve.measure import OutOfTimeError
 from bench.serve.online import _WARMUP_REQUESTS, Load, OnlineAnswer, OnlineRun, Target, _schedule, run_load
@@ -36,10 +37,25 @@ def test_all_tokens_are_timed() -> None:
     assert [(a.num_tokens, len(a.gaps_s)) for a in run.done] == [(5, 4)] * 6
     assert all(0 < a.ttft_s < run.seconds for a in run.done)
     record = Record("serve", "what", device="cpu")
-    add_online(record, "x", run)
+    add_online(record, "x", [run])
     values = {row["metric"]: row["value"] for row in record.rows}
     assert values["errors"] == 0
     assert values["output throughput"] == pytest.approx(30 / run.seconds, rel=1e-3)
+
+
+def test_rows_have_the_median_of_several_runs_and_its_spread() -> None:
+    def run(gap_s: float, seconds: float) -> OnlineRun:
+        answers = [OnlineAnswer(0.1, (gap_s,) * 4, 5) for _ in range(6)]
+        clocks = ClockSamples([1000.0 * gap_s], [500.0], [False])
+        return OnlineRun(LOAD, [*answers, OnlineAnswer(error="gone")], seconds, 60.0, clocks)
+
+    record = Record("serve", "what", device="cpu")
+    add_online(record, "x", [run(0.01, 2.0), run(0.02, 3.0), run(0.03, 4.0)])
+    rows = {row["metric"]: (row["value"], row["p20"], row["p80"]) for row in record.rows}
+    assert rows["output throughput"] == (10.0, 8.5, 13.0)
+    assert rows["inter-token latency, p99"] == (20.0, 14.0, 26.0)
+    assert rows["goodput"] == (2.0, 1.7, 2.6)
+    assert (rows["runs"][0], rows["errors"][0], rows["SM clock"][0]) == (3, 3, 20.0)
 
 
 def test_lengths_are_drawn_and_an_answer_may_come_at_once() -> None:

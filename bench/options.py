@@ -10,6 +10,7 @@ from octavo.errors import BackendError, ConfigError
 from octavo.numerics.recipe import RECIPE_NAMES, get_recipe
 
 FP8_RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise")
+ENGINE_RECIPE = "blockwise"  # of serving and of reinforcement where none is asked for
 RECORDS = Path("bench/records")
 
 

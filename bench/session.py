@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec
 
 from bench.figures import SOURCE
-from bench.options import FP8_RECIPES, BenchOptions
+from bench.options import ENGINE_RECIPE, FP8_RECIPES, BenchOptions
 from bench.outcome import Outcome
 from bench.record import Record
 from bench.report import BATCH, STEP_TIME, THROUGHPUT, format_results
@@ -20,7 +20,6 @@ from bench.serve.host import EngineHost
 from bench.serve.measure import OutOfTimeError
 from bench.speed.ceilings import Ceilings, measure_ceilings
 from octavo.errors import ConfigError
-from octavo.serve.model_choice import FP8_RECIPE
 
 P = ParamSpec("P")
 _SAME = ("device", "torch", "triton", "commit")  # of a record that another command goes on with
@@ -55,7 +54,7 @@ class Session(abc.ABC):
         self.options, self.asked, self.name = options, options.serve, name
         self._began = time.perf_counter()
         self.deadline = self._began + (self.asked.time_limit_s or math.inf)
-        self.recipe = FP8_RECIPE if options.recipes == FP8_RECIPES else options.recipes[0]
+        self.recipe = ENGINE_RECIPE if options.recipes == FP8_RECIPES else options.recipes[0]
         self.host = host(options.device, self.recipe, quick=options.quick)
         self.complaints: list[str] = []
 

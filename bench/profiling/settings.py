@@ -2,10 +2,9 @@
 
 import dataclasses
 
-from bench.options import FP8_RECIPES, BenchOptions
+from bench.options import ENGINE_RECIPE, FP8_RECIPES, BenchOptions
 from bench.serve.host import EngineHost
 from bench.speed.ceilings import Ceilings, measure_ceilings
-from octavo.serve.model_choice import FP8_RECIPE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +17,7 @@ class Settings:
 
     @classmethod
     def of(cls, options: BenchOptions) -> "Settings":
-        recipe = FP8_RECIPE if options.recipes == FP8_RECIPES else options.recipes[0]
+        recipe = ENGINE_RECIPE if options.recipes == FP8_RECIPES else options.recipes[0]
         host = EngineHost(options.device, recipe, quick=options.quick)
         return cls(options, host, measure_ceilings(options.device, quick=options.quick))
 

@@ -29,7 +29,10 @@ def command(
     n: Annotated[int, typer.Option("--n", "-n", help="Samples a prompt.")] = 1,
     seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
     quantization: Annotated[
-        str | None, typer.Option(help="fp8 (blockwise) or a recipe's name; the checkpoint's own by default.")
+        str | None,
+        typer.Option(
+            help="fp8 (rowwise, or what an FP8 checkpoint is) or a recipe's name; the checkpoint's own by default."
+        ),
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="bf16, or fp8: half the memory.")] = "bf16",
     attention_dtype: Annotated[

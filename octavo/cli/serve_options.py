@@ -25,7 +25,10 @@ DType = Annotated[
     str, typer.Option(help="Of weights in high precision and activations: bfloat16 or float32; auto is the model's.")
 ]
 Quantization = Annotated[
-    str | None, typer.Option(help="fp8 (blockwise) or a recipe's name; the checkpoint's own by default.")
+    str | None,
+    typer.Option(
+        help="fp8 (rowwise, or what an FP8 checkpoint is) or a recipe's name; the checkpoint's own by default."
+    ),
 ]
 KVCacheDtype = Annotated[
     str, typer.Option(callback=named_kv_cache_dtype, help="bf16 (auto is that), or fp8: half the memory.")

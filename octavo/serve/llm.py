@@ -50,7 +50,8 @@ class LLM:
             Under torch's fully_shard its weights are gathered for the time of each call, which all ranks must make,
             each with prompts of its own; there are no CUDA graphs then.
         tokenizer: a Tokenizer or a path; None for the one beside the checkpoint, else none (token ids only).
-        quantization: None (what the model or checkpoint is), "fp8" (blockwise), or a recipe's name.
+        quantization: None (what the model or checkpoint is), "fp8" (rowwise; the recipe of a checkpoint that is
+            FP8), or a recipe's name.
         kv_cache_dtype: "bf16" (or "bfloat16"), "fp8" (or "fp8_e4m3"), or "auto" (the model's; bf16 for a checkpoint).
         exact: logprobs equal sequence_logprobs' of the same model, bit for bit; None for the model's (False for a
             checkpoint).

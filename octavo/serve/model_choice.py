@@ -11,15 +11,15 @@ from octavo.models import Decoder, ModelConfig, load_model
 from octavo.models.checkpoint.dialects import read_config, read_layout
 from octavo.models.device import check_device
 from octavo.models.load import AUTO_RECIPE
-from octavo.numerics import Numerics, get_recipe
+from octavo.numerics import Numerics, Recipe, get_recipe
 from octavo.ops.attention import PAGE_SIZE
 from octavo.serve.engine import EngineConfig
 from octavo.serve.engine.kv_cache import check_pages_exist
 
 Device = torch.device | str
 
-# quantization="fp8" is the recipe that FP8 checkpoints of the field are made with
-FP8_RECIPE = "blockwise"
+# quantization="fp8" of a checkpoint in high precision (docs/adr/0029); one that is FP8 keeps its own
+FP8_RECIPE = "rowwise"
 # what `dtype` may be; None is the checkpoint's own
 _DTYPES: dict[str | torch.dtype | None, torch.dtype | None] = {
     "auto": None,
@@ -73,10 +73,11 @@ def check_checkpoint(
         raise ConfigError(f"kv_cache_dtype must be auto, bf16 or fp8, got {kv_cache_dtype!r}")
     check_device(device)
     Numerics(kv_cache_dtype=_or_bf16(kv_cache_dtype), attention_dtype=_or_bf16(attention_dtype), kv_scales=kv_scales)
-    asked = _recipe_name(quantization)
-    recipe = None if asked == AUTO_RECIPE else get_recipe(asked)
+    _check_format(quantization)
     fields = read_config(path)
-    Numerics(recipe or read_layout(path, fields).recipe, exact=exact)
+    own = read_layout(path, fields).recipe
+    asked = _recipe_name(quantization, own)
+    Numerics(own if asked == AUTO_RECIPE else get_recipe(asked), exact=exact)
     if limits is not None:
         cache_len = None if limits.num_kv_pages is None else limits.num_kv_pages * PAGE_SIZE
         config = ModelConfig.from_hf(fields)
@@ -118,13 +119,19 @@ def eos_ids_of_generation(path: Path) -> tuple[int, ...]:
     return tuple(several)
 
 
-def _recipe_name(quantization: str | None) -> str:
+def _check_format(quantization: str | None) -> None:
     if quantization in _FORMATS:
         raise RecipeError(
             f"quantization must be 'fp8' or a recipe's name, got {quantization!r}; leave it out: a checkpoint's own "
             "format is read from its config.json (FP8 and high precision alone, see docs/checkpoints.md)"
         )
-    return FP8_RECIPE if quantization == "fp8" else quantization or AUTO_RECIPE
+
+
+def _recipe_name(quantization: str | None, own: Recipe) -> str:
+    """The recipe asked for, of a checkpoint that is stored under `own`."""
+    if quantization == "fp8":
+        return AUTO_RECIPE if own.is_fp8 else FP8_RECIPE
+    return quantization or AUTO_RECIPE
 
 
 def load_for_inference(
@@ -140,10 +147,12 @@ def load_for_inference(
     cut: Callable[[Decoder], None] | None = None,
 ) -> Decoder:
     """Load a checkpoint for inference under the numerics asked for; cut is load_model's."""
+    _check_format(quantization)
+    own = read_layout(path, read_config(path)).recipe
     return load_model(
         path,
         device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
-        recipe=_recipe_name(quantization),
+        recipe=_recipe_name(quantization, own),
         kv_cache_dtype=_or_bf16(kv_cache_dtype),
         exact=False if exact is None else exact,
         attention_dtype=_or_bf16(attention_dtype),

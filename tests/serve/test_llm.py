@@ -438,7 +438,9 @@ def test_from_a_checkpoint(tmp_path: Path, tokenizer: Tokenizer) -> None:
     plain = LLM(tmp_path / "bf16", device="cpu")
     assert plain.model.numerics.recipe.name == "bf16"
     assert plain.generate("hello", params)[0].prompt_token_ids == tokenizer.encode("hello")
-    for path, given in (("bf16", {"quantization": "fp8"}), ("fp8", {}), ("fp8", {"quantization": "blockwise"})):
+    assert LLM(tmp_path / "bf16", quantization="fp8", device="cpu").model.numerics.recipe.name == "rowwise"
+    blockwise, fp8 = {"quantization": "blockwise"}, {"quantization": "fp8"}  # an FP8 checkpoint keeps its recipe
+    for path, given in (("bf16", blockwise), ("fp8", {}), ("fp8", blockwise), ("fp8", fp8)):
         llm = LLM(tmp_path / path, kv_cache_dtype="fp8", exact=True, device="cpu", **given)  # type: ignore[arg-type]
         assert llm.model.numerics == model.numerics
         got = llm.generate("hello", params)[0].outputs[0]

@@ -27,9 +27,11 @@ OURS = {
     "GEMM, exact 16-bit": "mm_tiles",
     "GEMM, bias": "bias_tiles",
     "experts' routing": "choose_experts place_rows gather_rows add_rows",
-    "logprobs and loss": "logit_rows_kernel logit_grads_kernel cross_entropy_rows_kernel exact_normalizer_kernel",
+    "logprobs and loss": (
+        "logit_rows_kernel logit_grads_kernel cross_entropy_rows_kernel block_maxima add_block_units"
+    ),
     "sampling": "best_of_blocks sample_rows",
-    "optimizer": "adamw_blocks sum_pieces",
+    "optimizer": "adamw_blocks accumulate_chunks sum_pieces",
     "between GPUs": (
         "add_parts gather_columns push_rows sum_parts quantize_blocks round_blocks requantize_blocks decode_blocks"
     ),

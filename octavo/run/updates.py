@@ -1,6 +1,6 @@
 """The two ways in which MasterAdamW keeps state: torch's AdamW on fp32 masters, and octavo's with compact state."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -9,13 +9,17 @@ from octavo.distributed.norm import global_norm
 from octavo.distributed.shards import check_fits, fill, local
 from octavo.distributed.tensor_group import TensorGroup
 from octavo.errors import CheckpointError
+from octavo.ops.accumulate import add_gradients
 from octavo.optim import AdamW
 from octavo.optim.state import by_rows
 from octavo.run.sections import OptimizerSection
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOST_TOGETHER = 2**28  # elements: 1 GiB of sums
 Params = dict[str, torch.nn.Parameter]
 Slices = tuple[TensorGroup | None, frozenset[str]]  # tensor-parallel ranks, and parameters of which each has a slice
+# this rank's fp32 sum, and what was added up so far: the same, one in 16 bits, or nothing
+Sum = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class FullUpdate:
@@ -41,17 +45,8 @@ class FullUpdate:
 
     def accumulate_gradients(self) -> None:
         """Add the parameters' gradients to the masters'."""
-        for name, param in self._params.items():
-            if param.grad is None:
-                continue
-            master = self._masters[name]
-            if master is param:
-                continue  # an fp32 parameter accumulates in place
-            if master.grad is None:
-                master.grad = param.grad.float()
-            else:
-                master.grad += param.grad
-            param.grad = None
+        # an fp32 parameter accumulates in place
+        _accumulate({name: p for name, p in self._params.items() if self._masters[name] is not p}, self._sum_of)
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """The norm before clipping."""
@@ -99,6 +94,14 @@ class FullUpdate:
                 self._adamw.state[master] = {"step": state["step"].to(master.device, copy=True), **moments}
         self._round_params()
 
+    def _sum_of(self, name: str, grad: torch.Tensor) -> Sum:
+        master = self._masters[name]
+        if master.grad is None:
+            master.grad = torch.empty_like(grad, dtype=torch.float32)
+            return local(master.grad), None
+        own = local(master.grad)
+        return own, own
+
     def _check_state(self, state: Mapping[str, torch.Tensor]) -> None:
         if "step" not in state:
             raise CheckpointError(f"the optimizer state has no step{_hint(state)}")
@@ -139,15 +142,12 @@ class CompactUpdate:
 
     def accumulate_gradients(self) -> None:
         """Take the parameters' gradients over."""
-        for name, param in self._params.items():
-            if param.grad is None or param.dtype == torch.float32:
-                continue  # an fp32 parameter accumulates in place
-            if name in self._grads:
-                self._grads[name] = self._grads[name].float()
-                self._grads[name] += local(param.grad)
-            else:
-                self._grads[name] = local(param.grad)
-            param.grad = None
+        # an fp32 parameter accumulates in place
+        params = {name: p for name, p in self._params.items() if p.grad is not None and p.dtype != torch.float32}
+        _accumulate({name: p for name, p in params.items() if name in self._grads}, self._sum_of)
+        for name, param in params.items():
+            if param.grad is not None:  # the first
+                self._grads[name], param.grad = local(param.grad), None
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """The norm before clipping."""
@@ -204,9 +204,34 @@ class CompactUpdate:
             if "master" in self._adamw.state[param]:
                 fill(param, self._adamw.state[param]["master"])
 
+    def _sum_of(self, name: str, grad: torch.Tensor) -> Sum:
+        old = self._grads[name]
+        own = self._grads[name] = old if old.dtype == torch.float32 else torch.empty_like(old, dtype=torch.float32)
+        return own, old
+
     def _gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         found = {param: self._grads.get(name, param.grad) for name, param in self._params.items()}
         return {param: grad for param, grad in found.items() if grad is not None}
+
+
+def _accumulate(params: Params, sum_of: Callable[[str, torch.Tensor], Sum]) -> None:
+    """Add gradients up and drop them, some at a time: what is dropped is memory for the next ones' new sums.
+
+    Args:
+        sum_of: from a parameter's name and gradient, where its sum belongs.
+    """
+    waiting = [(name, param, grad) for name, param in params.items() if (grad := param.grad) is not None]
+    while waiting:
+        sums, olds, grads, size = list[torch.Tensor](), list[torch.Tensor | None](), list[torch.Tensor](), 0
+        while waiting and size < _MOST_TOGETHER:
+            name, param, grad = waiting.pop(0)
+            own, old = sum_of(name, grad)
+            sums.append(own)
+            olds.append(old)
+            grads.append(local(grad))
+            size += own.numel()
+            param.grad = None
+        add_gradients(sums, olds, grads)
 
 
 def decay_groups(params: list[torch.nn.Parameter], weight_decay: float) -> list[dict[str, object]]:

@@ -116,7 +116,7 @@ def _of_mlp(
     if can_fuse(recipe, norm, fc1, fc2):
         of_input = [_codes(LINEAR, fc1.in_features, num_tokens, recipe.wgrad_input)]
         rows = of_input if norm is None else _of_fused_norm(fc1, recipe, num_tokens, dtype)
-        rows.append(_stored(ACTIVATION, num_tokens, width, recipe.saved_activations, dtype))
+        rows.append(_stored(ACTIVATION, num_tokens, width, None if fc1.exact else recipe.saved_activations, dtype))
         if recipe.saved_activations is not None:  # else its codes are made again
             rows.append(_codes(LINEAR, fc2.in_features, num_tokens, recipe.wgrad_input))
         return rows
@@ -170,7 +170,7 @@ def _of_fused_norm(linear: Linear, recipe: Recipe, num_tokens: int, dtype: torch
     """Codes of the norm's output along the tokens, its input, and a statistic a token."""
     return [
         _codes(LINEAR, linear.in_features, num_tokens, recipe.wgrad_input),
-        _stored(NORM, num_tokens, linear.in_features, recipe.saved_activations, dtype),
+        _stored(NORM, num_tokens, linear.in_features, None if linear.exact else recipe.saved_activations, dtype),
         Saved(STATISTICS, "fp32", 4 * num_tokens),
     ]
 

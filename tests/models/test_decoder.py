@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octavo.errors import BackendError, ConfigError, DataError, DtypeError, RecipeError, ShapeError
-from octavo.models import Decoder, ModelConfig, load_model, save_model, sequence_logprobs
+from octavo.models import Decoder, ModelConfig, load_model, save_model, scoring, sequence_logprobs
 from octavo.nn import Linear, PackedContext, autocast
 from octavo.numerics import Numerics, get_recipe
 from octavo.testing import assert_sqnr
@@ -137,6 +137,45 @@ def test_prompts_are_left_out(config: ModelConfig, exact: bool) -> None:
         assert torch.equal(a, b) if exact else torch.allclose(a, b, atol=1e-4)
     for a, b in zip(*gradients, strict=True):
         assert_sqnr(a, b, 40.0)
+
+
+@pytest.mark.parametrize(
+    ("num_wanted", "exact", "longest", "packed"),
+    [
+        (72, False, 256, [24, 24, 24]),
+        (72, True, 256, [23, 18, 23, 8]),  # whose attention is no batch
+        (73, False, 256, [23, 18, 23, 9]),  # no multiple of 3
+        (66, False, 256, [23, 18, 23, 2]),  # 22 each: fewer than the longest has
+        (75, False, 24, [23, 18, 23, 11]),  # 25 each: more than the model's context
+    ],
+)
+@pytest.mark.parametrize("prompt_lens", [None, [4, 18, 1]], ids=["all", "responses"])
+def test_padding_makes_sequences_equally_long_where_it_can(
+    config: ModelConfig,
+    num_wanted: int,
+    exact: bool,
+    longest: int,
+    packed: list[int],
+    prompt_lens: list[int] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = dataclasses.replace(config, max_position_embeddings=longest)
+    model = load_model(config, recipe="blockwise", kv_cache_dtype="fp8", exact=exact)
+    sequences = [[(7 * i + n) % 90 for i in range(n)] for n in (24, 19, 24)]
+    found, lengths = [], list[list[int]]()
+    context = PackedContext.from_lengths
+    monkeypatch.setattr(PackedContext, "from_lengths", lambda x, *rest: (lengths.append(x), context(x, *rest))[1])
+    for wanted in (64, num_wanted):
+        monkeypatch.setattr(scoring, "_num_wanted", lambda model, num_tokens, wanted=wanted: wanted)
+        model.zero_grad()
+        logprobs = torch.cat(sequence_logprobs(model, sequences, prompt_lens=prompt_lens))
+        logprobs.sum().backward()
+        found.append((logprobs.detach(), [param.grad.clone() for param in model.parameters()]))
+    assert lengths == [[23, 18, 23], packed]
+    (plain, plain_grads), (padded, padded_grads) = found
+    assert torch.equal(plain, padded) if exact else torch.allclose(plain, padded, atol=0.02)
+    for a, b in zip(plain_grads, padded_grads, strict=True):
+        assert_sqnr(a, b, 25.0)
 
 
 @pytest.mark.gpu

@@ -7,11 +7,13 @@ import torch
 
 import octavo
 from octavo import nn
+from octavo.errors import RecipeError
 from octavo.models import Decoder, ModelConfig
-from octavo.nn import fusion
+from octavo.nn import fusion, rms_norm
 from octavo.nn.functional import norm_linear, norm_mlp
 from octavo.numerics import Numerics, get_recipe
 from octavo.testing import assert_bitwise
+from tests.assertions import assert_all_bitwise
 
 
 @pytest.fixture(autouse=True)
@@ -180,3 +182,38 @@ def test_fused_and_not_have_the_same_bits_forward(family):
         wanted = score(model)
         nn.set_fusion(model, False)
         assert_bitwise(score(model), wanted)
+
+
+@pytest.mark.parametrize("saved_activations", ["fp8", "bf16"])
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+@pytest.mark.parametrize("family", ["qwen3", "gptj"])
+def test_exact_training_fused_and_not_have_the_same_bits(family, recipe, saved_activations, fused, monkeypatch, device):
+    """Gradients too. On a CPU, whose exact norm is the order-free op, both take the kernels' norm here."""
+    for module in (rms_norm, norm_linear):
+        monkeypatch.setattr(module, "has_exact_kernel", lambda x: True)
+    model = make_decoder(family).to(device)
+    model.set_numerics(Numerics(get_recipe(recipe, saved_activations=saved_activations), exact=True))
+    found = []
+    for is_fused in (True, False):
+        nn.set_fusion(model, is_fused)
+        fused.clear()
+        model.zero_grad()
+        logprobs = torch.cat(octavo.sequence_logprobs(model, [list(range(40)), list(range(90, 7, -1))]))
+        logprobs.sum().backward()
+        found.append([logprobs.detach(), *(param.grad for param in model.parameters())])
+        assert bool(fused) == is_fused
+    assert_all_bitwise(*found)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_an_exact_layer_refuses_another_recipe_fused_too(is_training, monkeypatch):
+    for module in (rms_norm, norm_linear):
+        monkeypatch.setattr(module, "has_exact_kernel", lambda x: True)
+    module = nn.LayerNormMLP(128, 256)
+    nn.set_exact(module, True)
+    with (
+        torch.set_grad_enabled(is_training),
+        nn.autocast(recipe="rowwise"),
+        pytest.raises(RecipeError, match="this layer is exact under bf16, and autocast asks for 'rowwise'"),
+    ):
+        run(module)

@@ -9,6 +9,8 @@ from torch import nn
 
 from octavo.distributed.norm import global_norm
 from octavo.errors import CheckpointError, ConfigError
+from octavo.ops.accumulate import add_gradients
+from octavo.run import updates
 from octavo.run.optimizer import MasterAdamW
 from octavo.run.sections import OptimizerSection
 from tests.assertions import assert_raises
@@ -109,6 +111,21 @@ def test_gradients_add_up_in_fp32(dtype: torch.dtype) -> None:
     optimizer.step(lr=1.0)
     moved = optimizer.state_dict()["master.0.weight"] - before * (1 - 0.1)
     assert torch.equal(torch.sign(moved), -torch.sign(total))
+
+
+@pytest.mark.parametrize("most", [1, 300])
+@pytest.mark.parametrize("state", [{}, {"state_dtype": "fp8", "master_weights": "remainder"}], ids=["full", "compact"])
+def test_gradients_are_added_up_some_at_a_time(
+    state: dict[str, str], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models, sizes = [make_model(torch.bfloat16) for _ in range(2)], list[int]()
+    for model in models:
+        if model is models[1]:
+            monkeypatch.setattr(updates, "_MOST_TOGETHER", most)
+            monkeypatch.setattr(updates, "add_gradients", lambda *x: (sizes.append(len(x[0])), add_gradients(*x)))
+        run(model, 2, optimizer=MasterAdamW(model, CONFIG.model_copy(update=state)), num_parts=3)
+    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
+    assert set(sizes) == ({1} if most == 1 else {2, 4})  # of 288, 24, 24, 24, 120 and 5 elements
 
 
 def test_clipping_returns_the_norm_before_it() -> None:

@@ -77,16 +77,17 @@ def norm_operands(norm: Norm) -> tuple[torch.Tensor, torch.Tensor | None, NormRu
 def can_fuse(recipe: Recipe, norm: Norm | None, *linears: Linear) -> bool:
     """Whether these modules can run as one Function under a recipe.
 
-    Not in exact mode, not under an observer (which wants what lies between them), not where a GEMM is emulated or stays
-    in high precision, not for codes loaded without their weight, not where blocks end with ragged parts, and not for
-    linears that are cut among ranks, whose gradients meet between the modules.
+    Not under an observer (which wants what lies between them), not where a GEMM is emulated or stays in high precision,
+    not for codes loaded without their weight, not where blocks end with ragged parts, and not for linears that are cut
+    among ranks, whose gradients meet between the modules. In exact mode with the bits of the modules, forward and
+    backward, where the fused kernels have them: see can_infer.
     """
-    if not all(recipe.in_fp8(gemm) for gemm in GEMMS) or (norm is not None and norm.exact):
+    if not all(recipe.in_fp8(gemm) for gemm in GEMMS) or _is_order_free(norm):
         return False
     assert recipe.weight is not None and recipe.grad_output is not None, "all three GEMMs are in FP8"
     for linear in linears:
-        is_plain = not (linear.exact or linear.is_cut) and linear.observer is None and linear.weight is not None
-        if not is_plain or effective_recipe(linear.recipe) != recipe:
+        is_plain = not linear.is_cut and linear.observer is None and linear.weight is not None
+        if not is_plain or effective_recipe(linear.recipe) != recipe or not _is_own(linear, recipe):
             return False
         if not recipe.weight.is_per_tensor and len(row_ranges(linear.parts, recipe.weight)) > 1:
             return False
@@ -101,12 +102,24 @@ def can_infer(recipe: Recipe, norm: Norm | None, *linears: Linear) -> bool:
     """
     if torch.is_grad_enabled() or recipe.is_emulated or not recipe.in_fp8("output"):
         return False
-    if norm is not None and norm.exact and not has_exact_kernel(norm.weight):
+    if _is_order_free(norm):
         return False
     return all(
-        linear.observer is None and effective_recipe(linear.recipe) == recipe and linear.may_take_codes(recipe)
+        linear.observer is None
+        and effective_recipe(linear.recipe) == recipe
+        and _is_own(linear, recipe)
+        and linear.may_take_codes(recipe)
         for linear in linears
     )
+
+
+def _is_order_free(norm: Norm | None) -> bool:
+    return norm is not None and norm.exact and not has_exact_kernel(norm.weight)
+
+
+def _is_own(linear: Linear, recipe: Recipe) -> bool:
+    """Whether an exact linear's recipe is its own; its forward refuses others."""
+    return not linear.exact or recipe == linear.recipe
 
 
 def norm_input(
@@ -140,7 +153,7 @@ def norm_input(
         scaling=recipe.input,
         **rule._asdict(),
         column_scaling=recipe.wgrad_input if columns else None,
-        store_scaling=recipe.saved_activations if training else None,
+        store_scaling=plan.saved_activations if training else None,
         **plan.known(DelayedState.INPUT, observe=training and plan.stages),
     )
     return normed, x if normed.summed is None else normed.summed

@@ -176,7 +176,7 @@ class NormMLPFunction(torch.autograd.Function):
             bias=bias1,
             scaling=recipe.input,
             column_scaling=recipe.wgrad_input if trains2 and recipe.saved_activations is not None else None,
-            store_scaling=recipe.saved_activations if training else None,
+            store_scaling=plan1.saved_activations if training else None,
             **plan2.known(DelayedState.INPUT, observe=training and plan2.stages),
         )
         out = output_gemm(activated.rows, weight2, bias2, source2, plan2, x.dtype, training=training)

@@ -11,6 +11,7 @@ from octavo.errors import RecipeError
 from octavo.nn.weights.delayed import DelayedState
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
+from octavo.numerics.scaling import Scaling
 
 Observer = Callable[[str, torch.Tensor, QuantizedTensor | None], None]
 _NOTHING_KNOWN: dict[str, Any] = {}
@@ -42,6 +43,11 @@ class LinearPlan(NamedTuple):
     tensor_group: TensorGroup | None = None
     cut_dim: str = ""
     token_shards: TokenShards | None = None
+
+    @property
+    def saved_activations(self) -> Scaling | None:
+        """How fused steps keep the inputs of norms and activations: exact ones as the modules do, in high precision."""
+        return None if self.exact else self.recipe.saved_activations
 
     def known(self, slot: int, *, observe: bool) -> dict[str, Any]:
         """A quantizer's keyword arguments for one operand: delayed scaling's scale and amax, a static scale, or none.

@@ -4,7 +4,7 @@ logits is [T, V] fp32 or 16 bits, a program owns one row. A row is read in block
 own running maximum, sum and (for the entropy) first moment, so that no block waits for a reduction across threads.
 Every sum runs in a fixed order: a row's bits depend on that row alone.
 
-The exact path sums integers, in no order (exact_normalizer).
+The exact path sums integers, in no order (exact_normalizer), and divides a row among programs.
 
 REACH is how far a row may be read and written: num_cols rounded up to 16 where rows lie that far apart, so that an odd
 vocabulary still moves 16 bytes at once; what lies past num_cols counts as -inf and gets a gradient of 0.
@@ -205,37 +205,54 @@ def _exp(x):
 
 
 @triton.jit
-def exact_normalizer_kernel(
-    maximum, total, logits, temperatures, stride, temperature_stride, num_cols, reach, SUM_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _scaled_block(
+    block, logits, temperatures, stride, temperature_stride, num_cols, reach, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One row's max(z) and sum of exp(z - max) in whole units of 2**-SUM_BITS, z = logits / temperature.
-
-    NaN, +inf and a row of -inf end as a NaN sum.
-    """
+    """(columns, z = logits / temperature) of one block of the program's row."""
     row_id = tl.program_id(0).to(tl.int64)
-    row = logits + row_id * stride
     temperature = tl.load(temperatures + row_id * temperature_stride)
-    lane_max = tl.full([BLOCK // VECTOR], float("-inf"), tl.float32)
-    for start in range(0, num_cols, BLOCK):
-        _, x = _load_block(row, start, num_cols, reach, BLOCK)
-        z = tl.reshape(tl.div_rn(x, temperature), [BLOCK // VECTOR, VECTOR])
-        lane_max = tl.maximum(lane_max, tl.max(z, axis=1))
-    row_max = tl.max(lane_max, axis=0)
-    units = tl.zeros([BLOCK // VECTOR], tl.int64)
-    num_bad = tl.zeros([BLOCK // VECTOR], tl.int32)
-    for start in range(0, num_cols, BLOCK):
-        cols, x = _load_block(row, start, num_cols, reach, BLOCK)
-        e = _exp(tl.div_rn(x, temperature) - row_max)
-        e = tl.where(cols < num_cols, e, 0.0)
-        is_bad = e != e
-        num_bad += tl.sum(tl.reshape(is_bad.to(tl.int32), [BLOCK // VECTOR, VECTOR]), axis=1)
-        scaled = tl.where(is_bad, 0.0, e) * (1 << SUM_BITS)  # exactly; half to even, as in the reference
-        whole = _rounded(scaled)
-        units += tl.sum(tl.reshape(whole.to(tl.int64), [BLOCK // VECTOR, VECTOR]), axis=1)
-    sum_of_row = tl.sum(units, axis=0).to(tl.float64)
-    tl.store(maximum + row_id, row_max)
-    tl.store(total + row_id, tl.where(tl.sum(num_bad, axis=0) > 0, float("nan"), sum_of_row))
+    cols, z = _load_block(logits + row_id * stride, block * BLOCK, num_cols, reach, BLOCK)
+    if temperature != 1.0:
+        z = tl.div_rn(z, temperature)
+    return cols, z
+
+
+@triton.jit
+def block_maxima(
+    maxima, total, logits, temperatures, stride, temperature_stride, num_cols, reach, BLOCK: tl.constexpr
+):  # fmt: skip
+    """max(z) of one block of a row, NaN ignored; the row's sum begins as 0."""
+    block = tl.program_id(1)
+    _, z = _scaled_block(block, logits, temperatures, stride, temperature_stride, num_cols, reach, BLOCK)
+    tl.store(maxima + tl.program_id(0) * tl.num_programs(1) + block, tl.max(z, axis=0))
+    if block == 0:
+        tl.store(total + tl.program_id(0), 0.0)
+
+
+@triton.jit
+def add_block_units(
+    maximum, total, maxima, logits, temperatures, stride, temperature_stride, num_cols, reach, SUM_BITS: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add the sum of exp(z - max of the row) over one block, in whole units of 2**-SUM_BITS, to the row's.
+
+    A row's fp64 sum is of integers and below 2**53: no addition rounds, so that none has to wait for another. NaN,
+    +inf and a row of -inf end as a NaN sum.
+    """
+    row_id, num_blocks = tl.program_id(0), tl.num_programs(1)
+    block = num_blocks - 1 - tl.program_id(1)  # what block_maxima has read last is still in the cache
+    blocks = tl.arange(0, BLOCKS)
+    in_row = tl.load(maxima + row_id * num_blocks + blocks, mask=blocks < num_blocks, other=float("-inf"))
+    row_max = tl.max(in_row, axis=0)
+    cols, z = _scaled_block(block, logits, temperatures, stride, temperature_stride, num_cols, reach, BLOCK)
+    e = tl.where(cols < num_cols, _exp(z - row_max), 0.0)
+    is_bad = e != e
+    scaled = tl.where(is_bad, 0.0, e) * (1 << SUM_BITS)  # exactly; half to even, as in the reference
+    units = tl.sum(_rounded(scaled).to(tl.int64), axis=0).to(tl.float64)
+    num_bad = tl.sum(is_bad.to(tl.int32), axis=0)
+    tl.atomic_add(total + row_id, tl.where(num_bad > 0, float("nan"), units), sem="relaxed")
+    if block == 0:
+        tl.store(maximum + row_id, row_max)
 
 
 @triton.jit
@@ -263,12 +280,14 @@ def exact_normalizer(
     maximum = torch.empty(rows, 1, dtype=torch.float32, device=logits.device)
     total = torch.empty(rows, 1, dtype=torch.float64, device=logits.device)
     if rows:
+        blocks = triton.cdiv(cols, BLOCK)
+        maxima = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
+        source = (logits, temperatures, logits.stride(0), int(temperatures.numel() > 1), cols, _reach(logits))
+        shape = {"BLOCK": BLOCK, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
         with on_device_of(logits):
-            launch = launcher_of(
-                exact_normalizer_kernel, SUM_BITS=sum_bits, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=False
-            )
-            step = int(temperatures.numel() > 1)
-            launch((rows,), maximum, total, logits, temperatures, logits.stride(0), step, cols, _reach(logits))
+            launcher_of(block_maxima, **shape)((rows, blocks), maxima, total, *source)
+            launch = launcher_of(add_block_units, SUM_BITS=sum_bits, BLOCKS=triton.next_power_of_2(blocks), **shape)
+            launch((rows, blocks), maximum, total, maxima, *source)
     return maximum, torch.log(total * 2.0**-sum_bits).float()
 
 

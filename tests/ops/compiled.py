@@ -18,10 +18,10 @@ def launched(call: Callable[[], object], num: int | None = None, arch: int = 90)
 
 
 def compiled(launch: Launch, max_spill_bytes: int = tolerances.MAX_SPILL_BYTES) -> CompileReport:
-    """What the assembler says of a launch: next to no spills, no local memory, no warning."""
+    """What the assembler says of a launch: next to no spills, local memory for them alone, no warning."""
     report = launch.compile()
     assert report.spill_bytes <= max_spill_bytes, f"{launch} spills {report.spill_bytes} bytes"
-    assert report.stack_bytes == 0, f"{launch} keeps {report.stack_bytes} bytes of stack"
+    assert report.stack_bytes <= report.spill_bytes, f"{launch} keeps {report.stack_bytes} bytes of stack"
     assert not report.notes, f"{launch}: {report.notes}"
     return report
 

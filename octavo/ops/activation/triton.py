@@ -48,6 +48,7 @@ from octavo.ops.quantize.triton.register_tile import (
     TILE_BUSY,
     TILE_LARGE,
     TILE_LEAN,
+    TILE_PAIR,
     TILE_SMALL,
     RegisterTile,
 )
@@ -228,43 +229,35 @@ def _saved_at(saved, scale, stride, first_t, first_f, t, offset, f, left_t, T):
 
 @triton.jit
 def _gradient_rows(
-    grad, saved, scale, stride_grad, stride_x, first_t, first_f, t, f, left_t, T, F,
-    IS_UP: tl.constexpr, RULE: tl.constexpr,
+    grad, saved, scale, stride_grad, stride_x, first_t, first_f, t, f, left_t, T, F, RULE: tl.constexpr
 ):  # fmt: skip
-    """The gradient of rows t by the gate half or by the up half."""
+    """The gradients of rows t by the gate half and by the up half."""
     offset = t[:, None].to(RULE[16])
     wide = load_at(grad, stride_grad, first_t, first_f, offset, f, (t < left_t)[:, None])
     gate = _saved_at(saved, scale, stride_x, first_t, first_f, t, offset, f, left_t, T)
     up = _saved_at(saved, scale, stride_x, first_t, first_f + F, t, offset, f, left_t, T)
     by_gate, by_up = swiglu_gradients(wide, gate, up)
-    return round_to(by_up if IS_UP else by_gate, grad.dtype.element_ty)
+    return hold(by_gate, grad.dtype.element_ty), hold(by_up, grad.dtype.element_ty)
 
 
 @triton.jit
 def swiglu_backward_both(OUT, grad, saved, scale, stride_grad, stride_x, T, F, RULE: tl.constexpr):
-    """Rows and columns of the gradient by x [T, 2F] of one tile of one half.
-
-    The two halves of a tile are neighbours in the grid, so that the second finds its operands in the L2 cache.
-    """
+    """Rows and columns of the gradient by x [T, 2F]: a tile of the gate half and the same tile of the up half."""
     BLOCK_T: tl.constexpr = RULE[17]
     BLOCK_F: tl.constexpr = RULE[19]
     num_tiles_f = tl.cdiv(F, BLOCK_F)
-    is_up = tl.program_id(0) % 2
-    tile_t = tl.program_id(0) // 2 // num_tiles_f
-    tile_f = tl.program_id(0) // 2 % num_tiles_f
+    tile_t = tl.program_id(0) // num_tiles_f
+    tile_f = tl.program_id(0) % num_tiles_f
     first_t = tile_t.to(tl.int64) * BLOCK_T
     first_f = tile_f.to(tl.int64) * BLOCK_F
     left_t = tl.minimum(T - first_t, BLOCK_T).to(tl.int32)
     t = even_rows(BLOCK_T, RULE[20])
     f = tl.arange(0, BLOCK_F)[None, :]
     operands = (grad, saved, scale, stride_grad, stride_x, first_t, first_f)
-    if is_up:
-        even = _gradient_rows(*operands, t, f, left_t, T, F, True, RULE)
-        odd = _gradient_rows(*operands, t + 1, f, left_t, T, F, True, RULE)
-    else:
-        even = _gradient_rows(*operands, t, f, left_t, T, F, False, RULE)
-        odd = _gradient_rows(*operands, t + 1, f, left_t, T, F, False, RULE)
-    quantize_register_tile(even, odd, OUT, tile_t, tile_f + is_up * num_tiles_f, T, 2 * F, RULE)
+    even_gate, even_up = _gradient_rows(*operands, t, f, left_t, T, F, RULE)
+    odd_gate, odd_up = _gradient_rows(*operands, t + 1, f, left_t, T, F, RULE)
+    quantize_register_tile(even_gate, odd_gate, OUT, tile_t, tile_f, T, 2 * F, RULE)
+    quantize_register_tile(even_up, odd_up, OUT, tile_t, tile_f + num_tiles_f, T, 2 * F, RULE)
 
 
 def can_fuse(x: torch.Tensor, width: int, *scalings: Scaling | None) -> bool:
@@ -339,10 +332,12 @@ def swiglu_backward_quantize(
             quant_scale=quant_scale, amax_out=amax_out, longest_stride=longest,
         )  # fmt: skip
         for step in emission.steps:
+            # both halves wait in registers; where more of them fit without a spill, fewer programs run, which is slower
+            tile = TILE_PAIR if step.rule[0] in ("static", "tensor") else TILE_BUSY
             launch = launcher_of(
-                swiglu_backward_both, RULE=TILE_SMALL.rule_of(step), **TILE_SMALL.options, enable_fp_fusion=False
+                swiglu_backward_both, RULE=tile.rule_of(step), **tile.options, enable_fp_fusion=False
             )  # fmt: skip
-            grid = (_num_register_tiles(T, width),)
+            grid = (_num_register_tiles(T, width // 2),)
             launch(grid, step.out, grad, codes, scale, grad.stride(0), codes.stride(0), T, width // 2)
     return emission.row_codes, emission.column_codes
 

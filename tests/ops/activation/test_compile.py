@@ -47,10 +47,15 @@ def launch_forward(name: str, tokens: int = T) -> None:
     kernels.activation_quantize(x, kind, bias, rows, columns, known, amax, BLOCK if copies else None)
 
 
-def check(call: Callable[[], object]) -> list[Launch]:
+# The gradient's two halves wait in registers together. On an H200 programs that spill this much took 631 and 785 us
+# (known scale with 16 warps 569), those with registers for all, of which fewer fit, 845 and 1159: 16384 x 2 x 14336.
+SPILLED_BY_BACKWARD = 176
+
+
+def check(call: Callable[[], object], max_spill_bytes: int = 0) -> list[Launch]:
     found = launched(call)
     for launch in found:
-        report = compiled(launch)
+        report = compiled(launch, max_spill_bytes)
         # Flushed and approximate is only what the sigmoid is made of; a contracted product would change its bits.
         flushing = set(re.findall(r"[\w.]+\.ftz[\w.]*", report.ptx))
         assert flushing <= {"ex2.approx.ftz.f32", "rsqrt.approx.ftz.f32"}, launch
@@ -75,7 +80,7 @@ def test_backward(name: str) -> None:
     codes, scale = torch.empty(T, 2 * F, dtype=torch.float8_e4m3fn), torch.empty(2 * F // 128, T).t()
     known, amax = (torch.ones(1), torch.zeros(1)) if is_known else (None, None)
     saved = QuantizedTensor(codes, scale, BLOCK)
-    check(lambda: kernels.swiglu_backward_quantize(grad, saved, scaling, known, amax))
+    check(lambda: kernels.swiglu_backward_quantize(grad, saved, scaling, known, amax), SPILLED_BY_BACKWARD)
 
 
 @pytest.mark.slow

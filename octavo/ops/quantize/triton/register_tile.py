@@ -28,8 +28,10 @@ class RegisterTile(NamedTuple):
 
 
 # Every thread divides for each line that it has a part of, so 128 elements a thread take a quarter fewer instructions
-# an element than 64. Two programs fit on a multiprocessor, three of the last.
+# an element than 64. Two programs fit on a multiprocessor, three of the lean one.
 TILE_SMALL = RegisterTile(8, 128, 8)
 TILE_BUSY = RegisterTile(8, 128, 16)
 TILE_LARGE = RegisterTile(4, 255, 16)
 TILE_LEAN = RegisterTile(4, 168, 16)
+# Of two tiles at once under one scale: two programs of many warps.
+TILE_PAIR = RegisterTile(16, 64, 8)

@@ -18,7 +18,7 @@ from octavo.ops.attention import (
     write_kv,
 )
 from octavo.ops.attention import triton as kernels
-from octavo.ops.attention.triton import tiles
+from octavo.ops.attention.triton import attend_tiles, merge_splits, tiles
 from octavo.testing import assert_bitwise, assert_sqnr
 from octavo.testing.interpreter import is_interpreting
 from tests.assertions import assert_codes, assert_raises
@@ -191,6 +191,34 @@ def test_queries_of_any_size(size: float) -> None:
     sequences.q, sequences.scale = (sequences.q.float() * size).bfloat16(), wanted.scale / size
     wanted.q = (sequences.q.float() / size).bfloat16()
     assert_sqnr(sequences.whole(), wanted.wanted(), 40.0)
+
+
+@EACH_CACHE
+@pytest.mark.parametrize("out_scaling", [None, Scaling()])
+def test_many_tiles_walk_their_splits_alone_with_the_same_bits(
+    kv: str, out_scaling: Scaling | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequences = Sequences((130, 64, 65, 1, 200), 4, 2, 128, kv)
+    sequences.whole()  # so that all keys are in the cache
+    newest = [(i, n - 1, n) for i, n in enumerate(sequences.lengths)]
+    launched: list[object] = []
+    launcher_of = kernels.launcher_of
+
+    def watched(kernel: object, **how: object) -> object:
+        launched.append(kernel)
+        return launcher_of(kernel, **how)
+
+    monkeypatch.setattr(kernels, "launcher_of", watched)
+    outputs = []
+    for most, wanted in ((10, [attend_tiles, merge_splits]), (9, [attend_tiles])):  # of 5 sequences and 2 heads
+        monkeypatch.setattr(kernels, "MAX_SPLIT_TILES", most)
+        launched.clear()
+        outputs.append(sequences.attend(newest, out_scaling=out_scaling))
+        assert launched == wanted
+    if out_scaling is None:
+        assert_bitwise(outputs[1], outputs[0])
+    else:
+        assert_codes(outputs[1], outputs[0])
 
 
 def test_packed_keys_as_pages_and_the_log_of_the_sum() -> None:

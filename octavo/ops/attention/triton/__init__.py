@@ -38,6 +38,8 @@ LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 # New tokens of a sequence up to which splits run side by side: their tiles are too few otherwise.
 MAX_DECODE_TOKENS = 8
+# Tiles up to which they do; so many keep a GPU busy whose programs walk all their splits, which writes no parts.
+MAX_SPLIT_TILES = 2048
 
 
 class Queries(NamedTuple):
@@ -94,14 +96,14 @@ def attention_paged(
     out_rule = None if out_scaling is None else rule_of_rows(out_scaling, q.dtype)
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device) if with_lse else None
     num_splits = triton.cdiv(queries.max_seq_len, SPLIT)
-    is_split = queries.is_decode and num_splits > 1
+    B, KH = queries.seq_lens.shape[0], layer.k.shape[1]
+    is_split = queries.is_decode and num_splits > 1 and B * KH <= MAX_SPLIT_TILES
     num_parts = num_splits if is_split else int(num_splits > 1)
     part_acc = torch.empty(T * H * num_parts, D, dtype=torch.float32, device=q.device)
     part_stats = torch.empty(T * H * num_splits, 2, dtype=torch.float32, device=q.device) if is_split else None
     tiles = tiles_of(layer)
     tile = tiles.decode if queries.is_decode else tiles.prefill if exact else tiles.fast
     places = (queries.cu_seqlens, queries.seq_lens)
-    B, KH = places[1].shape[0], layer.k.shape[1]
     is_one_token = queries.max_query_len == 1 and B == T and tile.groups * tile.rows >= H // KH
     with on_device_of(q):
         launch = launcher_of(

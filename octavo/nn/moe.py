@@ -46,7 +46,8 @@ class Router(nn.Module):
         self.in_features, self.out_features = hidden_size, num_experts
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=dtype, device=device))
         self.exact = False
-        nn.init.normal_(self.weight, std=0.02)
+        if not self.weight.is_meta:  # drawing one on "meta" would import the compiler, which takes seconds
+            nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H] -> [T, E] fp32."""

@@ -76,8 +76,8 @@ class DecoderLayer(FusedLayer):
         qkv, x = norm_linear(x, addend, self.input_layernorm, attn.qkv_proj, fused=self.fuses(attn.qkv_proj))
         out = attn.attend(qkv, context)
         if isinstance(mlp, SparseMoE):
-            x = whole(x) + whole(out)
-            return x, mlp(self.post_attention_layernorm(x))
+            out, x = mlp.forward_norm(x, out, self.post_attention_layernorm)
+            return x, out
         linears = (mlp.gate_up_proj, mlp.down_proj)
         out, x = norm_mlp(x, out, self.post_attention_layernorm, *linears, "swiglu", fused=self.fuses(*linears))
         return x, out

@@ -132,6 +132,7 @@ def norm_input(
     *,
     training: bool,
     columns: bool,
+    keeps_norm: bool = False,
 ) -> tuple[NormQuantized, torch.Tensor]:
     """(the quantized norm of x + residual, with what the backward will need; that sum).
 
@@ -142,6 +143,7 @@ def norm_input(
         bias: the norm's.
         training: keep the norm's input.
         columns: also make the transposed codes that grad_weight needs.
+        keeps_norm: return the norm itself too.
     """
     recipe = plan.recipe
     assert recipe.input is not None, f"recipe {recipe.name!r} quantizes no input"
@@ -154,6 +156,7 @@ def norm_input(
         **rule._asdict(),
         column_scaling=recipe.wgrad_input if columns else None,
         store_scaling=plan.saved_activations if training else None,
+        keeps_norm=keeps_norm,
         **plan.known(DelayedState.INPUT, observe=training and plan.stages),
     )
     return normed, x if normed.summed is None else normed.summed

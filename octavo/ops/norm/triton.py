@@ -209,16 +209,18 @@ def norm_long_rows(
 
 @triton.jit
 def _row_part(
-    ROW_OUT, STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, exchange, stride_xm, stride_rm, tile,
-    T, K, eps, ROW_RULE: tl.constexpr, STORED_RULE: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr, WAY: tl.constexpr,
+    ROW_OUT, STORED_OUT, y, summed, mean_out, rstd_out, x, residual, weight, bias, exchange, stride_xm, stride_rm,
+    tile, T, K, eps, ROW_RULE: tl.constexpr, STORED_RULE: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, WAY: tl.constexpr,
 ):  # fmt: skip
     """Everything of one tile of whole rows; returns their norm [ROWS, BLOCK_K], 0 or NaN outside."""
-    normed, _, _, _, is_in = norm_tile(
+    normed, first_row, rows, cols, is_in = norm_tile(
         STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, exchange, stride_xm, stride_rm, tile, T, K,
         eps, STORED_RULE, ZERO_CENTERED, ROWS, BLOCK_K, WAY,
     )  # fmt: skip
     normed = round_to(normed, x.dtype.element_ty)
+    if y is not None:
+        store_rows(y, K, first_row, rows, cols, normed, is_in)
     if bias is not None:
         normed = tl.where(is_in, normed, 0.0)
     if ROW_RULE is not None:
@@ -282,7 +284,7 @@ def _fold_amax(col_amax, tensor_amax, infinite, size, K, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def norm_quantize_rows(
-    ROW_OUT, STORED_OUT, col_amax, tensor_amax, infinite, summed, mean_out, rstd_out, x, residual, weight, bias,
+    ROW_OUT, STORED_OUT, col_amax, tensor_amax, infinite, y, summed, mean_out, rstd_out, x, residual, weight, bias,
     exchange, stride_xm, stride_rm, T, K, eps, ROW_RULE: tl.constexpr, STORED_RULE: tl.constexpr,
     ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, ROW_TILES: tl.constexpr,
     STAGES: tl.constexpr, WAY: tl.constexpr, EARLY: tl.constexpr,
@@ -292,16 +294,16 @@ def norm_quantize_rows(
     let_next_begin()
     if col_amax is None and tensor_amax is None:
         _row_part(
-            ROW_OUT, STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, exchange, stride_xm, stride_rm,
-            tl.program_id(0), T, K, eps, ROW_RULE, STORED_RULE, ZERO_CENTERED, ROWS, BLOCK_K, WAY,
+            ROW_OUT, STORED_OUT, y, summed, mean_out, rstd_out, x, residual, weight, bias, exchange, stride_xm,
+            stride_rm, tl.program_id(0), T, K, eps, ROW_RULE, STORED_RULE, ZERO_CENTERED, ROWS, BLOCK_K, WAY,
         )  # fmt: skip
     else:
         size = tl.zeros([BLOCK_K if col_amax is not None else BLOCK_K // 8], tl.float32)
         first = tl.program_id(0) * ROW_TILES
         for step in tl.range(0, ROW_TILES, num_stages=STAGES):
             normed = _row_part(
-                ROW_OUT, STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, None, stride_xm, stride_rm,
-                first + step, T, K, eps, ROW_RULE, STORED_RULE, ZERO_CENTERED, ROWS, BLOCK_K, None,
+                ROW_OUT, STORED_OUT, y, summed, mean_out, rstd_out, x, residual, weight, bias, None, stride_xm,
+                stride_rm, first + step, T, K, eps, ROW_RULE, STORED_RULE, ZERO_CENTERED, ROWS, BLOCK_K, None,
             )  # fmt: skip
             size = _largest(size, normed)
         _fold_amax(col_amax, tensor_amax, infinite, size, K, BLOCK_K)

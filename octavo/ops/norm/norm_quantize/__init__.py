@@ -29,6 +29,7 @@ class NormQuantized(NamedTuple):
         stored: x (+ residual) in FP8 for norm_backward; None without a store_scaling.
         mean: [T] fp32; None for rms_norm.
         rstd: [T] fp32.
+        normed: [T, K] in x's dtype, what rows were quantized from; None where not asked for.
     """
 
     rows: QuantizedTensor
@@ -37,6 +38,7 @@ class NormQuantized(NamedTuple):
     stored: QuantizedTensor | None
     mean: torch.Tensor | None
     rstd: torch.Tensor
+    normed: torch.Tensor | None
 
 
 def norm_quantize(
@@ -53,6 +55,7 @@ def norm_quantize(
     quant_scale: torch.Tensor | None = None,
     amax_out: torch.Tensor | None = None,
     store_scaling: Scaling | None = None,
+    keeps_norm: bool = False,
 ) -> NormQuantized:
     """Residual add, norm, and quantization along rows and, where asked for, columns.
 
@@ -69,6 +72,7 @@ def norm_quantize(
         quant_scale: as in quantize: a known quant_scale, per tensor.
         amax_out: as in quantize: where max|norm| is folded into.
         store_scaling: of the copy of x (+ residual) that norm_backward takes; its scales run along rows.
+        keeps_norm: return the norm too.
     Returns:
         NormQuantized.
     Raises:
@@ -83,9 +87,9 @@ def norm_quantize(
         check_stored_kind(store_scaling.kind)
     out = _op(
         x, weight, bias, residual, quant_scale, amax_out, eps, kind, zero_centered_gamma,
-        scaling.text, text_of(column_scaling), text_of(store_scaling),
+        scaling.text, text_of(column_scaling), text_of(store_scaling), keeps_norm,
     )  # fmt: skip
-    row_q, row_s, col_q, col_s, summed, stored_q, stored_s, mean, rstd = out
+    row_q, row_s, col_q, col_s, summed, stored_q, stored_s, mean, rstd, normed = out
     return NormQuantized(
         QuantizedTensor(row_q, row_s, scaling),
         None if column_scaling is None else QuantizedTensor(col_q, col_s, column_scaling),
@@ -93,6 +97,7 @@ def norm_quantize(
         None if store_scaling is None else QuantizedTensor(stored_q, stored_s, store_scaling),
         mean if kind == "layer_norm" else None,
         rstd,
+        normed if keeps_norm else None,
     )
 
 
@@ -128,12 +133,11 @@ def exchange_norm_quantize(
     norm = NormLaunch.of(part.contiguous(), weight, bias, residual, kind)
     exchange = triton.RankExchange(places, is_sum)
     rows, summed, mean, rstd = triton.exchange_norm_quantize(norm, exchange, eps, zero_centered_gamma, scaling)
-    return NormQuantized(rows, None, summed, None, mean if kind == "layer_norm" else None, rstd)
+    return NormQuantized(rows, None, summed, None, mean if kind == "layer_norm" else None, rstd, None)
 
 
 def _reference(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    operands: list[Any] = [*arguments[:9], *map(scaling_of, arguments[9:])]
-    return reference.norm_quantize(*operands)
+    return reference.norm_quantize(*_operands(arguments))
 
 
 def _cuda(*arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -141,8 +145,11 @@ def _cuda(*arguments: Any) -> tuple[torch.Tensor, ...]:
         return _reference(*arguments)
     from octavo.ops.norm.norm_quantize import triton
 
-    operands: list[Any] = [*arguments[:9], *map(scaling_of, arguments[9:])]
-    return triton.norm_quantize(*operands)
+    return triton.norm_quantize(*_operands(arguments))
+
+
+def _operands(arguments: tuple[Any, ...]) -> list[Any]:
+    return [*arguments[:9], *map(scaling_of, arguments[9:12]), *arguments[12:]]
 
 
 def _fake(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
@@ -156,13 +163,15 @@ def _fake(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
         *empty_operand(x, rest[10], T, K),
         torch.empty_like(rstd) if kind == "layer_norm" else rstd.new_empty(0),
         rstd,
+        x.new_empty((T, K) if rest[11] else 0),
     )
 
 
 _op = register(
     "norm_quantize(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? quant_scale, "
     "Tensor(a!)? amax_out, float eps, str kind, bool zero_centered_gamma, str scaling, str column_scaling, "
-    "str store_scaling) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "str store_scaling, bool keeps_norm) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_reference,
     fake=_fake,
     cuda=_cuda,

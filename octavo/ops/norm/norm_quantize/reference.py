@@ -20,8 +20,9 @@ def norm_quantize(
     scaling: Scaling,
     column_scaling: Scaling | None,
     store_scaling: Scaling | None,
+    keeps_norm: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """(row codes, scale, column codes, scale, x + residual, stored codes, scale, mean, rstd); what is unused is empty.
+    """(row codes, scale, column codes, scale, x + residual, stored codes, scale, mean, rstd, norm), unused ones empty.
 
     The pairs are as the quantizers' own reference makes them.
     """
@@ -32,4 +33,4 @@ def norm_quantize(
     assert rows is not None, "rows are always made"
     column_parts = nothing if columns is None else (columns.qdata, columns.scale)
     stored = nothing if store_scaling is None else quantizer.rows(stream, store_scaling)
-    return (rows.qdata, rows.scale, *column_parts, summed, *stored, mean, rstd)
+    return (rows.qdata, rows.scale, *column_parts, summed, *stored, mean, rstd, y if keeps_norm else x.new_empty(0))

@@ -53,6 +53,7 @@ def norm_quantize(
     scaling: Scaling,
     column_scaling: Scaling | None,
     store_scaling: Scaling | None,
+    keeps_norm: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """As reference.norm_quantize, on a GPU; x has elements."""
     if x.shape[1] > LONGEST_ROW:  # too long for one program: the norm, then the quantizers
@@ -63,14 +64,16 @@ def norm_quantize(
             stored, _ = quantize_matrix(x if residual is None else summed, store_scaling, None)
     else:
         norm = NormLaunch.of(x, weight, bias, residual, kind)
-        call = _Call(norm, {"ZERO_CENTERED": zero_centered_gamma, "enable_fp_fusion": norm.fuses})
+        y = torch.empty(x.shape if keeps_norm else 0, dtype=x.dtype, device=x.device)
+        options = {"ZERO_CENTERED": zero_centered_gamma, "enable_fp_fusion": norm.fuses}
+        call = _Call(norm, y if keeps_norm else None, options)
         with on_device_of(x):
             rows, columns, stored = call.run(eps, scaling, column_scaling, store_scaling, quant_scale, amax_out)
         summed, mean, rstd = norm.results
     assert rows is not None, "rows are always made"
     nothing = (x.new_empty(0), rstd.new_empty(0))
     pairs = [nothing if q is None else (q.qdata, q.scale) for q in (columns, stored)]
-    return (rows.qdata, rows.scale, *pairs[0], summed, *pairs[1], mean, rstd)
+    return (rows.qdata, rows.scale, *pairs[0], summed, *pairs[1], mean, rstd, y if keeps_norm else x.new_empty(0))
 
 
 class RankExchange(NamedTuple):
@@ -100,7 +103,7 @@ def exchange_norm_quantize(
     """(codes, x + residual, mean, rstd) of an x of which each rank has a part, where can_exchange allows."""
     options = {"ZERO_CENTERED": zero_centered_gamma, "enable_fp_fusion": norm.fuses}
     with on_device_of(norm.sources[0]):
-        rows, _, _ = _Call(norm, options, exchange).run(eps, scaling, None, None, None, None)
+        rows, _, _ = _Call(norm, None, options, exchange).run(eps, scaling, None, None, None, None)
     assert rows is not None, "rows are always made"
     return rows, *norm.results
 
@@ -108,8 +111,10 @@ def exchange_norm_quantize(
 class _Call:
     """One call's operands and outputs, and the launches that turn the ones into the others."""
 
-    def __init__(self, norm: NormLaunch, options: dict[str, bool], exchange: RankExchange | None = None) -> None:
-        self.norm, self.options, self.exchange = norm, options, exchange
+    def __init__(
+        self, norm: NormLaunch, y: torch.Tensor | None, options: dict[str, bool], exchange: RankExchange | None = None
+    ) -> None:
+        self.norm, self.y, self.options, self.exchange = norm, y, options, exchange
         self.x, self.T, self.K = norm.sources[0], norm.sources[0].shape[0], norm.sources[2].numel()
 
     def run(
@@ -186,7 +191,7 @@ class _Call:
             EARLY=early, launch_pdl=early, num_warps=num_warps * more_warps, **self.options,
         )  # fmt: skip
         infinite = None if outs[3] is None else infinity_flag(self.x.device)
-        operands = (*outs, infinite, *self.norm.outputs, *self.norm.sources, shared, *self.norm.strides)
+        operands = (*outs, infinite, self.y, *self.norm.outputs, *self.norm.sources, shared, *self.norm.strides)
         launch((triton.cdiv(self.T, rows * row_tiles),), *operands, self.T, self.K, eps)
 
     def _is_few(self, rows: int, block_k: int) -> bool:

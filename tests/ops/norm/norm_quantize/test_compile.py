@@ -28,7 +28,7 @@ def launches(kind: str, K: int, pair: str, *, store: bool) -> list[Launch]:
     known, bias = torch.ones(1) if is_known else None, weight if kind == "layer_norm" else None
     operands = (x, weight, bias, x if store else None, known, known)
     scalings = (scaling, column_scaling, BLOCK if store else None)
-    return launched(lambda: kernels.norm_quantize(*operands, 1e-5, kind, False, *scalings))
+    return launched(lambda: kernels.norm_quantize(*operands, 1e-5, kind, False, *scalings, store))
 
 
 def check(launch: Launch) -> None:
@@ -50,9 +50,18 @@ def test_two_launches(pair: str) -> None:
 @pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize(
-    "store", [pytest.param(False, marks=pytest.mark.largest), True], ids=["alone", "residual_and_store"]
+    "store", [pytest.param(False, marks=pytest.mark.largest), True], ids=["alone", "residual_store_and_norm"]
 )
 @pytest.mark.parametrize("pair", list(PAIRS))
 def test_every_pair(pair: str, store: bool, kind: str) -> None:
     for launch in launches(kind, 4096, pair, store=store):
+        check(launch)
+
+
+def test_the_norm_beside_its_codes() -> None:
+    """What a router reads and what experts multiply, of the sum, in one launch."""
+    x, weight = torch.empty(256, 2048, dtype=torch.bfloat16), torch.empty(2048, dtype=torch.bfloat16)
+    for scaling in (BLOCK, ROW):
+        rest = (None, None, 1e-6, "rms_norm", False, scaling, None, None, True)
+        (launch,) = launched(lambda rest=rest: kernels.norm_quantize(x, weight, None, x, *rest))
         check(launch)

@@ -39,7 +39,8 @@ def test_it_equals_its_parts(shape, scaling, column_scaling, kind, generator, de
     bias = bias if kind == "layer_norm" else None
     fields = {"bias": bias, "eps": 1e-6, "kind": kind, "scaling": scaling, "column_scaling": column_scaling}
     for added, store in [(None, None), (residual, BLOCK)]:
-        found = norm_quantize(x, weight, residual=added, store_scaling=store, **fields)
+        is_kept = added is not None
+        found = norm_quantize(x, weight, residual=added, store_scaling=store, keeps_norm=is_kept, **fields)
         stream = x if added is None else x + residual
         y = rms_norm(stream, weight, 1e-6) if kind == "rms_norm" else layer_norm(stream, weight, bias, 1e-6)
         check(found.rows, quantize(y, scaling), "row")
@@ -50,6 +51,8 @@ def test_it_equals_its_parts(shape, scaling, column_scaling, kind, generator, de
         if added is not None:
             assert_bitwise(found.summed, stream)
             check(found.stored, quantize(stream, store), "stored")
+            assert_bitwise(found.normed, y)
+        assert (found.normed is not None) == is_kept
         assert found.rstd.shape == shape[:1] and (found.mean is None) == (kind == "rms_norm")
 
 
@@ -90,9 +93,10 @@ def test_the_compiler_sees_one_op(generator, device):
 
     def run(x, weight):
         found = norm_quantize(
-            x, weight, eps=1e-6, kind="rms_norm", scaling=BLOCK, column_scaling=SQUARE, residual=x, store_scaling=ROW
-        )
-        return found.rows.qdata, found.columns.scale, found.summed, found.stored.qdata, found.rstd
+            x, weight, eps=1e-6, kind="rms_norm", scaling=BLOCK, column_scaling=SQUARE, residual=x, store_scaling=ROW,
+            keeps_norm=True,
+        )  # fmt: skip
+        return found.rows.qdata, found.columns.scale, found.summed, found.stored.qdata, found.rstd, found.normed
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     assert_all_bitwise(compiled(x, weight), run(x, weight))

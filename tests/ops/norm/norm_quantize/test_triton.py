@@ -49,6 +49,7 @@ def check(
     store: Scaling | None = None,
     zero_centered_gamma: bool = False,
     dtype: torch.dtype = torch.float8_e4m3fn,
+    keeps_norm: bool = False,
 ) -> None:
     """The fused call against the plain norm kernel and the quantizers' reference."""
     weight, bias = (generate("normal", (x.shape[1],), x.dtype, seed=s, device=DEVICE) for s in (2, 3))
@@ -58,14 +59,14 @@ def check(
     amaxes = [torch.tensor([0.5], device=DEVICE) if is_known else None for _ in range(2)]
     scalings = [None if name is None else retyped(SCALINGS[name], dtype) for name in (rows, columns)]
     found = kernels.norm_quantize(
-        x, weight, bias, residual, quant_scale, amaxes[0], 1e-5, kind, zero_centered_gamma, *scalings, store
+        x, weight, bias, residual, quant_scale, amaxes[0], 1e-5, kind, zero_centered_gamma, *scalings, store, keeps_norm
     )
     y, summed, mean, rstd = norm.norm_forward(x, weight, bias, residual, 1e-5, kind, zero_centered_gamma)
     wanted = [*quantizer.rows(y, scalings[0], quant_scale, amaxes[1])]
     wanted += [None, None] if columns is None else quantizer.columns(y, scalings[1], quant_scale)
     stored = [None, None] if store is None else quantizer.rows(x if residual is None else summed, store)
-    wanted += [summed, *stored, mean, rstd]
-    names = ["rows", "row scale", "columns", "column scale", "sum", "stored", "stored scale", "mean", "rstd"]
+    wanted += [summed, *stored, mean, rstd, y if keeps_norm else None]
+    names = ["rows", "row scale", "columns", "column scale", "sum", "stored", "stored scale", "mean", "rstd", "norm"]
     for name, ours, theirs in zip(names, found, wanted, strict=True):
         assert theirs is not None or ours.numel() == 0
         if theirs is not None:
@@ -92,6 +93,14 @@ def test_residual_and_saved_input(store: Scaling) -> None:
     for (kind, shape), (rows, columns) in zip([SMALL[0], SMALL[1], SMALL[0]], pairs, strict=True):
         x, residual = (generate("heavy_tailed", shape, torch.bfloat16, seed=s, device=DEVICE) for s in (0, 1))
         check(x, kind, rows, columns, residual=residual, store=store, zero_centered_gamma=True)
+
+
+@KINDS
+@pytest.mark.parametrize("rows", ["block_1x128", "per_row", "known", "per_tensor"])
+def test_the_norm_beside_its_codes(rows: str, kind: str) -> None:
+    for shape in ((37, 160), (3, 133)):
+        x, residual = (generate("heavy_tailed", shape, torch.bfloat16, seed=s, device=DEVICE) for s in (0, 1))
+        check(x, kind, rows, None, residual=residual, keeps_norm=True)
 
 
 @KINDS
@@ -122,7 +131,7 @@ def test_rows_too_long_for_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm, "CHUNK", 128)
     x, residual = (generate("normal", (4, 300), torch.bfloat16, seed=s, device=DEVICE) for s in (0, 1))
     for rows, columns in [("block_1x128", "block_128x128"), ("per_row", None), ("known", "known")]:
-        check(x, "layer_norm", rows, columns, residual=residual, store=Scaling())
+        check(x, "layer_norm", rows, columns, residual=residual, store=Scaling(), keeps_norm=True)
 
 
 @pytest.mark.skipif(is_interpreting(), reason="too large for the interpreter")

@@ -22,6 +22,7 @@ from octavo.nn.weights.plan import LinearPlan
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
 from octavo.ops.activation import activation_quantize
+from octavo.ops.gemm.grouped_mm import Gather
 from octavo.ops.gemm.hp_mm import hp_mm
 from octavo.ops.moe import Routing, combine_rows, dispatch_codes, dispatch_rows, moe_routing
 
@@ -119,8 +120,12 @@ class Experts(FusedLayer):
         """
         scaling = plans[0].recipe.input
         assert scaling is not None, "can_infer wants an output GEMM in FP8"
-        rows = dispatch_codes(tokens, routing)
-        hidden = self.gate_up_proj.multiply_codes(rows, routing.offsets, plans[0], dtype)  # [R, 2I]
+        gather = None
+        if routing.slots.numel() > routing.rows.numel():  # there are rows of no token, which only pad
+            tokens = dispatch_codes(tokens, routing)
+        else:
+            gather = Gather(routing.slots, routing.rows.shape[1])
+        hidden = self.gate_up_proj.multiply_codes(tokens, routing.offsets, plans[0], dtype, gather)  # [R, 2I]
         known = plans[1].known(DelayedState.INPUT, observe=False)
         activated = activation_quantize(hidden, kind="swiglu", scaling=scaling, **known)
         return self.down_proj.multiply_codes(activated.rows, routing.offsets, plans[1], dtype)

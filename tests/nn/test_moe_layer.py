@@ -159,3 +159,19 @@ def test_parts_of_ranks_are_put_together_first(recipe: str, device: torch.device
     assert_bitwise(plain[1], x + out)
     for ours, theirs in zip(cut, plain, strict=True):
         assert_bitwise(ours, theirs)
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_padded_rows_are_copied_and_others_read_where_they_are(
+    recipe: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch's grouped GEMM asks of a GPU's rows; the bits are the same."""
+    model, copied = make(get_recipe(recipe), device), list[int]()
+    dispatch = moe.dispatch_codes
+    monkeypatch.setattr(moe, "dispatch_codes", lambda *a: copied.append(1) or dispatch(*a))
+    alone = hidden(model)
+    assert device.type == "cuda" or not copied
+    copied.clear()
+    monkeypatch.setattr(moe.Experts, "alignment", lambda *_, **__: 16)
+    assert_bitwise(hidden(model), alone)
+    assert len(copied) == 2

@@ -82,11 +82,13 @@ def clear_tile(out, first, end, column, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.co
 
 @triton.jit(do_not_specialize=("stride_sa_slab", "R"))  # which differ from step to step
 def row_tiles(
-    out, a, a_scale, b, b_scale, offsets, stride_sa, stride_sa_slab, R, N, K, E,
-    GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLAB: tl.constexpr,
+    out, a, a_scale, b, b_scale, offsets, slots, stride_sa, stride_sa_slab, R, N, K, E,
+    SLOTS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLAB: tl.constexpr,
     HAS_BLOCKS: tl.constexpr, STAGES: tl.constexpr, BY_GROUP: tl.constexpr,
 ):  # fmt: skip
     """One tile of out: the rows of one group times its weight. Programs past the last group's tiles clear the tail.
+
+    Where there are slots, row r of the batch is a's row slots[r] // SLOTS.
 
     There are cdiv(R, BLOCK_M) + min(E, R) tiles in all, of which n groups with r rows take fewer than r / BLOCK_M + n:
     as many as the rows of no group need are left. With BY_GROUP, which wants R >= E, groups without rows take one too:
@@ -108,10 +110,15 @@ def row_tiles(
         # Rows past the group's end read its last one or nothing: their results are not stored.
         # Offsets inside a tile fit 32 bits, which leaves registers for the sums.
         rows, columns = tl.minimum(m, end - 1 - first), tl.minimum(n, N - 1 - column)
-        a_tile = a + first.to(tl.int64) * K + (rows[:, None] * K + k[None, :])
+        if slots is None:
+            a_tile = a + first.to(tl.int64) * K + (rows[:, None] * K + k[None, :])
+            a_scales = a_scale + (first + rows) * stride_sa
+        else:
+            sources = tl.load(slots + first + rows) // SLOTS
+            a_tile = a + (sources[:, None] * K + k[None, :])
+            a_scales = a_scale + sources * stride_sa
         b_tile = b + (group.to(tl.int64) * N + column) * K + (columns[:, None] * K + k[None, :])
         slabs = tl.cdiv(K, SLAB)
-        a_scales = a_scale + (first + rows) * stride_sa
         b_scales = b_scale + (group.to(tl.int64) * num_columns + column // SLAB) * slabs  # a block is a tile's width
         acc = tl.zeros([BLOCK_N, BLOCK_M] if TURNED else [BLOCK_M, BLOCK_N], tl.float32)
         for slab in tl.range(0, slabs, num_stages=STAGES):
@@ -275,22 +282,28 @@ def row_tile(num_rows: int, num_groups: int) -> RowTile:
 
 
 def scaled_grouped_mm(
-    a: QuantizedTensor, whole: QuantizedTensor, offsets: torch.Tensor, out_dtype: torch.dtype
+    a: QuantizedTensor,
+    whole: QuantizedTensor,
+    offsets: torch.Tensor,
+    out_dtype: torch.dtype,
+    slots: torch.Tensor | None = None,
+    slots_per_row: int = 1,
 ) -> torch.Tensor:
     """What can_multiply accepts: [R, N] of out_dtype, zeros in rows of no group."""
-    (R, K), E = a.shape, offsets.shape[0]
+    R, K, E = a.shape[0] if slots is None else slots.shape[0], a.shape[1], offsets.shape[0]
     N = whole.shape[0] // E
     out = torch.empty(R, N, dtype=out_dtype, device=a.device)
     tile = row_tile(R, E)
     grid = (num_tiles(R, E, tile.block_m) * triton.cdiv(N, BLOCK_N),)
+    limit = {} if tile.registers is None else {"maxnreg": tile.registers}
     with on_device_of(out):
         launch = launcher_of(
-            row_tiles, GROUPS=max(LEAST_GROUPS, triton.next_power_of_2(E)), BLOCK_M=tile.block_m, BLOCK_N=BLOCK_N,
-            SLAB=SLAB, HAS_BLOCKS=a.scaling.kind != "per_row", STAGES=tile.stages, BY_GROUP=is_by_group(R, E),
-            num_warps=WARPS, **({} if tile.registers is None else {"maxnreg": tile.registers}),
+            row_tiles, SLOTS=slots_per_row, GROUPS=max(LEAST_GROUPS, triton.next_power_of_2(E)), BLOCK_M=tile.block_m,
+            BLOCK_N=BLOCK_N, SLAB=SLAB, HAS_BLOCKS=a.scaling.kind != "per_row", STAGES=tile.stages,
+            BY_GROUP=is_by_group(R, E), num_warps=WARPS, **limit,
         )  # fmt: skip
         scales = (a.scale, whole.qdata, whole.scale.contiguous())
-        launch(grid, out, a.qdata, *scales, offsets, a.scale.stride(0), a.scale.stride(1), R, N, K, E)
+        launch(grid, out, a.qdata, *scales, offsets, slots, a.scale.stride(0), a.scale.stride(1), R, N, K, E)
     return out
 
 

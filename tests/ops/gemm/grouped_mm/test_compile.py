@@ -52,6 +52,25 @@ def test_rows(kind: str, num_experts: int, rows: int) -> None:
         assert programs * (report.shared_bytes + 1024) <= SHARED_BYTES_OF_A_PROCESSOR  # a program keeps 1 KB
 
 
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [("blockwise", 2048), *(pytest.param(*c, marks=SLOW) for c in (("blockwise", 512), ("blockwise", 65536)))]
+    + [pytest.param("rowwise", rows, marks=SLOW) for rows in (512, 2048, 65536)],
+)
+def test_gathered_rows(kind: str, rows: int) -> None:
+    """With the registers and the loads of rows that follow each other: 16 bytes at once."""
+    scalings = (Scaling.per_row(), Scaling.per_row())
+    if kind == "blockwise":
+        scalings = (Scaling.block_1x128(), Scaling.block_128x128())
+    a, few, whole = (codes(n, 2048, scalings[n > rows]) for n in (rows, rows // 8, 128 * 1536))
+    offsets, slots = torch.zeros(128, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
+    (plain,) = compile_all(lambda: kernels.scaled_grouped_mm(a, whole, offsets, torch.bfloat16), 1)
+    (gathered,) = compile_all(lambda: kernels.scaled_grouped_mm(few, whole, offsets, torch.bfloat16, slots, 8), 1)
+    assert gathered.registers == plain.registers
+    loads = [report.ptx.count("cp.async.cg.shared.global") for report in (plain, gathered)]  # of 16 bytes
+    assert loads[0] == loads[1] > 0
+
+
 def test_steps_of_other_sizes_share_their_kernels() -> None:
     offsets, weights = torch.zeros(8, dtype=torch.int32), torch.empty(8, 256, 256, dtype=torch.bfloat16)
     whole = codes(8 * 256, 256, Scaling.block_128x128())

@@ -8,6 +8,7 @@ from octavo.ops.gemm.grouped_mm import grouped_mm
 from octavo.ops.gemm.grouped_mm import triton as kernels
 from octavo.ops.gemm.grouped_mm.reference import (
     column_slice,
+    gather_codes,
     groups,
     scaled_grouped_mm_columns_reference,
     scaled_grouped_mm_reference,
@@ -126,6 +127,23 @@ def test_tiles_by_group_have_the_bits_of_those_searched_for(pair, sizes, monkeyp
     for searched, by_group in zip(*found, strict=True):
         assert not searched[: offsets[-1]].isnan().any()
         assert_bitwise(by_group, searched)
+
+
+@pytest.mark.parametrize("most_by_group", [0, 10**6], ids=["searched", "by_group"])
+@pytest.mark.parametrize("turned_group", [0, 10**6], ids=["straight", "turned"])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_gathered_rows_have_the_bits_of_copied_ones(pair, turned_group, most_by_group, monkeypatch):
+    """Of three slots a row, sorted by group; some rows are of no group."""
+    monkeypatch.setattr(kernels, "TURNED_GROUP", turned_group)
+    monkeypatch.setattr(kernels, "MOST_BY_GROUP", most_by_group)
+    sizes = [70, 0, 1, 65, 33, 131]
+    a, whole = make((100, 336), PAIRS[pair][0], 0), make((5 * 256, 336), PAIRS[pair][1], 1)
+    slots = torch.randperm(300, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    copied = gather_codes(a, slots, 3)
+    assert_bitwise(copied.dequantize(), a.dequantize()[slots // 3])
+    found = kernels.scaled_grouped_mm(a, whole, ends(sizes[:-1]), torch.bfloat16, slots, 3)
+    assert_bitwise(found, kernels.scaled_grouped_mm(copied, whole, ends(sizes[:-1]), torch.bfloat16))
+    assert found[: sum(sizes[:-1])].any() and not found[sum(sizes[:-1]) :].any()
 
 
 def test_all_rows_have_tiles_and_few_are_left() -> None:

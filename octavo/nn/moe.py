@@ -24,7 +24,7 @@ from octavo.numerics.recipe import Recipe
 from octavo.ops.activation import activation_quantize
 from octavo.ops.gemm.grouped_mm import Gather
 from octavo.ops.gemm.hp_mm import hp_mm
-from octavo.ops.moe import Routing, combine_rows, dispatch_codes, dispatch_rows, moe_routing
+from octavo.ops.moe import ExpertRows, Routing, combine_rows, dispatch_codes, dispatch_rows, moe_routing
 
 
 class Router(nn.Module):
@@ -194,7 +194,7 @@ class SparseMoE(nn.Module):
 
     def forward_norm(
         self, x: torch.Tensor | RowShare, residual: torch.Tensor | PartialRows | None, norm: Norm
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor | ExpertRows, torch.Tensor]:
         """forward(norm(x + residual)), and the sum; without gradients one kernel adds, norms and quantizes.
 
         The caller knows that neither norm nor this block has a hook or a forward of its own (FusedLayer.fuses).
@@ -203,7 +203,7 @@ class SparseMoE(nn.Module):
             x: [T, H], or this rank's share of its rows.
             residual: [T, H] of x's dtype, or this rank's part of it; None for nothing to add.
         Returns:
-            (output [T, H], x + residual [T, H]: what the residual stream goes on with).
+            (output [T, H] or the rows that make it, x + residual [T, H]: what the residual stream goes on with).
         """
         x, residual = whole(x), whole(residual)
         recipe = effective_recipe(self.experts.gate_up_proj.recipe)
@@ -215,7 +215,8 @@ class SparseMoE(nn.Module):
             x, residual, *norm_operands(norm), plans[0], training=False, columns=False, keeps_norm=True
         )
         assert made.normed is not None, "it was asked for"
-        return self._infer(made.rows, self._route(made.normed), plans, x.dtype), stream
+        routing = self._route(made.normed)
+        return ExpertRows(self.experts.infer(made.rows, routing, plans, x.dtype), routing), stream
 
     def _mix(self, x: torch.Tensor) -> torch.Tensor:
         routing = self._route(x)
@@ -223,14 +224,9 @@ class SparseMoE(nn.Module):
         if self.experts.can_infer(recipe):
             plans = self.experts.begin(recipe)
             tokens, _ = quantize_input(x, plans[0], columns=False, observe=False)
-            return self._infer(tokens, routing, plans, x.dtype)
+            return combine_rows(self.experts.infer(tokens, routing, plans, x.dtype), routing)
         rows = DispatchFunction.apply(x, routing)
         return CombineFunction.apply(self.experts(rows, routing.offsets), routing.weights, routing)
-
-    def _infer(
-        self, tokens: QuantizedTensor, routing: Routing, plans: tuple[LinearPlan, LinearPlan], dtype: torch.dtype
-    ) -> torch.Tensor:
-        return combine_rows(self.experts.infer(tokens, routing, plans, dtype), routing)
 
     def _route(self, x: torch.Tensor) -> Routing:
         alignment = self.experts.alignment(x.device, training=torch.is_grad_enabled())

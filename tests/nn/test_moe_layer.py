@@ -7,8 +7,9 @@ import torch
 
 from octavo.distributed import tensor_group
 from octavo.models import Decoder
-from octavo.nn import DecoderLayer, PackedContext, SparseMoE, moe, plan_fusion, set_fusion
+from octavo.nn import MLP, DecoderLayer, PackedContext, SparseMoE, convert, moe, plan_fusion, set_fusion
 from octavo.numerics import Numerics, Recipe, get_recipe
+from octavo.ops import moe as moe_ops
 from octavo.testing import assert_bitwise
 from tests.recipes import FP8_RECIPES
 from tests.serve.random_models import make_model
@@ -155,10 +156,35 @@ def test_parts_of_ranks_are_put_together_first(recipe: str, device: torch.device
     with torch.no_grad():
         plain = block.forward_norm(x, out, norm)
         cut = block.forward_norm(Share(x, 9, None), Part(out, None, True), norm)  # type: ignore[arg-type]
-        assert_bitwise(plain[0], block(norm(x + out)))
+        assert_bitwise(tensor_group.whole(plain[0]), block(norm(x + out)))
     assert_bitwise(plain[1], x + out)
     for ours, theirs in zip(cut, plain, strict=True):
-        assert_bitwise(ours, theirs)
+        assert_bitwise(tensor_group.whole(ours), tensor_group.whole(theirs))
+
+
+@pytest.mark.parametrize("following", ["experts", "dense", "hooked", "bf16", "none"])
+def test_the_next_norm_adds_up_the_rows_of_experts(
+    following: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is fused with what reads it; anything else is given their sum."""
+    sizes = {"num_layers": 1 if following == "none" else 2, "decoder_sparse_step": 1}
+    model, made = make(get_recipe("blockwise"), device, **sizes), list[int]()
+    if following == "dense":
+        model.layers[1].mlp = MLP(128, 256, device=device)
+        convert(model.layers[1], "blockwise")
+    if following == "bf16":
+        model.layers[1].self_attn.qkv_proj.set_recipe(get_recipe("bf16"))
+    if following == "hooked":
+        model.layers[1].input_layernorm.register_forward_hook(lambda *_: None)
+        plan_fusion(model)
+    combine = moe_ops.combine_rows
+    monkeypatch.setattr(moe_ops, "combine_rows", lambda *a: made.append(1) or combine(*a))
+    fused = hidden(model)
+    # for the final norm too; a layer that is not fused at all leaves no rows
+    assert len(made) == {"experts": 1, "dense": 0, "none": 1, "hooked": 1, "bf16": 2}[following]
+    monkeypatch.undo()
+    set_fusion(model, False)
+    assert_bitwise(hidden(model), fused)
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)

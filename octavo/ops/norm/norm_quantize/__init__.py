@@ -11,6 +11,7 @@ from octavo import env
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops._runtime.registry import register
+from octavo.ops.moe import ExpertRows
 from octavo.ops.norm import NormKind, check_norm, check_stored_kind, norm_backward
 from octavo.ops.norm.norm_quantize import reference
 from octavo.ops.one_shot import Places
@@ -49,7 +50,7 @@ def norm_quantize(
     eps: float,
     kind: NormKind,
     zero_centered_gamma: bool = False,
-    residual: torch.Tensor | None = None,
+    residual: torch.Tensor | ExpertRows | None = None,
     scaling: Scaling,
     column_scaling: Scaling | None = None,
     quant_scale: torch.Tensor | None = None,
@@ -66,7 +67,7 @@ def norm_quantize(
         eps: as in norm_forward.
         kind: as in norm_forward.
         zero_centered_gamma: as in norm_forward.
-        residual: as in norm_forward.
+        residual: as in norm_forward; or experts' rows, which are first added up as combine_rows does.
         scaling: of the rows.
         column_scaling: of the columns; None for no columns.
         quant_scale: as in quantize: a known quant_scale, per tensor.
@@ -85,9 +86,13 @@ def norm_quantize(
     check_scales(quant_scale, amax_out, *(s for s in (scaling, column_scaling) if s is not None))
     if store_scaling is not None:
         check_stored_kind(store_scaling.kind)
+    routed: tuple[torch.Tensor, ...] = ()
+    added = residual
+    if isinstance(residual, ExpertRows):
+        added, routed = residual.rows, (residual.routing.rows, residual.routing.weights)
     out = _op(
-        x, weight, bias, residual, quant_scale, amax_out, eps, kind, zero_centered_gamma,
-        scaling.text, text_of(column_scaling), text_of(store_scaling), keeps_norm,
+        x, weight, bias, added, quant_scale, amax_out, eps, kind, zero_centered_gamma,
+        scaling.text, text_of(column_scaling), text_of(store_scaling), keeps_norm, *routed,
     )  # fmt: skip
     row_q, row_s, col_q, col_s, summed, stored_q, stored_s, mean, rstd, normed = out
     return NormQuantized(
@@ -170,7 +175,7 @@ def _fake(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
 _op = register(
     "norm_quantize(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? quant_scale, "
     "Tensor(a!)? amax_out, float eps, str kind, bool zero_centered_gamma, str scaling, str column_scaling, "
-    "str store_scaling, bool keeps_norm) "
+    "str store_scaling, bool keeps_norm, Tensor? rows_of=None, Tensor? row_weights=None) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_reference,
     fake=_fake,

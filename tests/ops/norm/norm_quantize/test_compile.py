@@ -65,3 +65,16 @@ def test_the_norm_beside_its_codes() -> None:
         rest = (None, None, 1e-6, "rms_norm", False, scaling, None, None, True)
         (launch,) = launched(lambda rest=rest: kernels.norm_quantize(x, weight, None, x, *rest))
         check(launch)
+
+
+def test_rows_of_experts_are_added_up_on_the_way() -> None:
+    """16 bytes of each of a token's rows at once; a product is rounded before it is added."""
+    x, weight = torch.empty(256, 2048, dtype=torch.bfloat16), torch.empty(2048, dtype=torch.bfloat16)
+    rows, of_token, weights = x.repeat(8, 1), torch.empty(256, 8, dtype=torch.int64), torch.empty(256, 8)
+    rest, texts = (None, None, 1e-6, "rms_norm", False, BLOCK, None, None, False), list[str]()
+    for residual, routed in ((x, ()), (rows, (of_token, weights))):
+        (launch,) = launched(lambda r=residual, of=routed: kernels.norm_quantize(x, weight, None, r, *rest, *of))
+        check(launch)
+        texts.append(compiled(launch).ptx)
+    assert len(re.findall(r"ld\.global[\w.:]*v4\.b32", texts[1])) >= 9
+    assert texts[1].count("fma.rn.f32") <= texts[0].count("fma.rn.f32")

@@ -5,6 +5,7 @@ import torch
 
 from octavo.numerics import Scaling
 from octavo.numerics.scaling import BLOCK_SIZES
+from octavo.ops.moe.triton import combine_rows
 from octavo.ops.norm import triton as norm
 from octavo.ops.norm.norm_quantize import triton as kernels
 from octavo.ops.quantize import reference as quantizer
@@ -101,6 +102,32 @@ def test_the_norm_beside_its_codes(rows: str, kind: str) -> None:
     for shape in ((37, 160), (3, 133)):
         x, residual = (generate("heavy_tailed", shape, torch.bfloat16, seed=s, device=DEVICE) for s in (0, 1))
         check(x, kind, rows, None, residual=residual, keeps_norm=True)
+
+
+@KINDS
+@pytest.mark.parametrize("source_dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("rows", ["block_1x128", "per_row", "known", "per_tensor"])
+def test_rows_of_experts_are_added_up_first(rows, source_dtype, kind, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """As combine_rows does, whatever their number; also where a row is too long for one program."""
+    T, K, slots = 21, 160, 3
+    x = generate("normal", (T, K), source_dtype, seed=0, device=DEVICE)
+    weight, bias = (generate("normal", (K,), source_dtype, seed=s, device=DEVICE) for s in (2, 3))
+    of_experts = generate("heavy_tailed", (T * slots + 5, 2 * K), source_dtype, seed=1, device=DEVICE)[:, :K]
+    order = torch.randperm(T * slots + 5, generator=torch.Generator().manual_seed(0))[: T * slots]
+    rows_of = order.view(T, slots).to(DEVICE)
+    row_weights = torch.rand(T, slots, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    scale = torch.tensor([30.0], device=DEVICE) if rows == "known" else None
+    rest = (scale, None, 1e-5, kind, False, SCALINGS[rows], None, None, True)
+    operands = (x, weight, bias if kind == "layer_norm" else None)
+    added = combine_rows(of_experts, rows_of, row_weights)
+    for longest in (kernels.LONGEST_ROW, 128):
+        monkeypatch.setattr(kernels, "LONGEST_ROW", longest)
+        monkeypatch.setattr(norm, "LONGEST_ROW", longest)
+        wanted = kernels.norm_quantize(*operands, added, *rest)
+        found = kernels.norm_quantize(*operands, of_experts, *rest, rows_of, row_weights)
+        assert_bitwise(found[4], x + added)
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert_bitwise(ours, theirs)
 
 
 @KINDS

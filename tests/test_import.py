@@ -55,3 +55,18 @@ def test_using_every_public_name_is_quick_and_starts_nothing() -> None:
     assert not measured["cuda"]
     heavy = {"triton", "transformers", "accelerate", "trl", "deepspeed", "fastapi", "matplotlib"}
     assert not heavy & set(measured["new"]), measured["new"]
+
+
+BUILD = """
+import json, sys, time
+from octavo.models import ModelConfig, load_model
+started = time.process_time()
+sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+load_model(ModelConfig("qwen3_moe", 96, 128, 256, 2, 4, 4, 32, qk_norm=True, **sizes))
+print(json.dumps({"seconds": time.process_time() - started, "compiler": "torch._dynamo" in sys.modules}))
+"""
+
+
+def test_building_a_model_leaves_the_compiler_out() -> None:
+    """Drawing values on the meta device would import it, of which embeddings and routers have none."""
+    assert not measure(BUILD)["compiler"]

@@ -18,6 +18,7 @@ from octavo.distributed.one_shot import OneShot, one_shot_of
 from octavo.distributed.outcome import together
 from octavo.distributed.pushes import Pushes, pushes_of
 from octavo.numerics.quantized import QuantizedTensor
+from octavo.ops.moe import ExpertRows
 from octavo.ops.one_shot import Places, reference
 from octavo.ops.push.reference import rows_each, share_of
 
@@ -245,9 +246,9 @@ class RowShare:
         return self.tensor_group.gather_rows(self.own, self.num_rows)
 
 
-def whole(x: T | PartialRows | RowShare) -> T | torch.Tensor:
+def whole(x: T | PartialRows | RowShare | ExpertRows) -> T | torch.Tensor:
     """x itself, or what its parts make."""
-    return x.whole() if isinstance(x, PartialRows | RowShare) else x
+    return x.whole() if isinstance(x, PartialRows | RowShare | ExpertRows) else x
 
 
 class _GatherColumns(torch.autograd.Function):

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from octavo.deprecation import former_keywords
-from octavo.distributed.tensor_group import PartialRows, RowShare, TensorGroup, whole
+from octavo.distributed.tensor_group import RowShare, TensorGroup, whole
 from octavo.distributed.token_shards import TokenShards
 from octavo.errors import DtypeError, RecipeError, ShapeError
 from octavo.models.checkpoint.kv_scales import KVScales
@@ -28,6 +28,7 @@ from octavo.nn import (
 )
 from octavo.nn.conversion import is_ignored
 from octavo.nn.cut_embedding import embed
+from octavo.nn.functional.norm_linear import Addend
 from octavo.nn.fusion import FusedLayer
 from octavo.nn.overrides import checked_names
 from octavo.numerics import Numerics
@@ -171,7 +172,7 @@ class Decoder(FusedLayer):
         if shards is not None:
             shards.num_tokens = len(token_ids)
         x: torch.Tensor | RowShare = embed(self.embed_tokens, token_ids, shards)  # [T, hidden_size]
-        addend: torch.Tensor | PartialRows | None = None
+        addend: Addend | None = None
         for layer in self.layers:
             if not torch.is_grad_enabled() and self.fuses(layer):
                 x, addend = layer.advance(x, addend, context)  # type: ignore[operator]

@@ -3,11 +3,11 @@
 import torch
 from torch import nn
 
-from octavo.distributed.tensor_group import PartialRows, RowShare, whole
+from octavo.distributed.tensor_group import RowShare, whole
 from octavo.distributed.token_shards import TokenShards
 from octavo.nn.attention import Attention
 from octavo.nn.attention_context import AttentionContext
-from octavo.nn.functional.norm_linear import norm_linear
+from octavo.nn.functional.norm_linear import Addend, norm_linear
 from octavo.nn.functional.norm_mlp import norm_mlp
 from octavo.nn.functional.norm_parallel import can_infer_parallel, infer_parallel
 from octavo.nn.fusion import FusedLayer, fusable
@@ -56,8 +56,8 @@ class DecoderLayer(FusedLayer):
         return whole(stream) + whole(addend)
 
     def advance(
-        self, x: torch.Tensor | RowShare, addend: torch.Tensor | PartialRows | None, context: AttentionContext
-    ) -> tuple[torch.Tensor | RowShare, torch.Tensor | PartialRows]:
+        self, x: torch.Tensor | RowShare, addend: Addend | None, context: AttentionContext
+    ) -> tuple[torch.Tensor | RowShare, Addend]:
         """The layer between two sums, which the next norm's kernel makes; forward begins and ends with one.
 
         Args:
@@ -76,8 +76,8 @@ class DecoderLayer(FusedLayer):
         qkv, x = norm_linear(x, addend, self.input_layernorm, attn.qkv_proj, fused=self.fuses(attn.qkv_proj))
         out = attn.attend(qkv, context)
         if isinstance(mlp, SparseMoE):
-            x = whole(x) + whole(out)
-            return x, mlp(self.post_attention_layernorm(x))
+            rows, x = mlp.forward_norm(x, out, self.post_attention_layernorm)
+            return x, rows
         linears = (mlp.gate_up_proj, mlp.down_proj)
         out, x = norm_mlp(x, out, self.post_attention_layernorm, *linears, "swiglu", fused=self.fuses(*linears))
         return x, out

@@ -15,6 +15,7 @@ from octavo.nn.weights.operands import Operands
 from octavo.nn.weights.plan import LinearPlan
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
+from octavo.ops.gemm.grouped_mm import Gather
 from octavo.ops.gemm.grouped_mm.library import ALIGNMENT
 
 
@@ -111,15 +112,21 @@ class GroupedLinear(Linear):
         return GroupedLinearFunction.apply(x, self.weight, offsets, self.source, plan, is_training)
 
     def multiply_codes(
-        self, rows: QuantizedTensor, offsets: torch.Tensor, plan: LinearPlan, out_dtype: torch.dtype
+        self,
+        rows: QuantizedTensor,
+        offsets: torch.Tensor,
+        plan: LinearPlan,
+        out_dtype: torch.dtype,
+        gather: Gather | None = None,
     ) -> torch.Tensor:
         """forward without gradients of rows [R, K] that are codes already, as the plan quantizes its input -> [R, N].
 
         Args:
+            rows: or what they are gathered from.
             plan: of begin().
         """
         self._check_exact(plan.recipe)
-        return grouped_output(rows, self.weight, self.source, plan, offsets, out_dtype, observe=False)
+        return grouped_output(rows, self.weight, self.source, plan, offsets, out_dtype, observe=False, gather=gather)
 
 
 def row_alignment(recipe: Recipe, device: torch.device, *, training: bool, exact: bool = False) -> int:

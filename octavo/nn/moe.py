@@ -7,19 +7,24 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from octavo.distributed.tensor_group import PartialRows, RowShare, whole
 from octavo.distributed.token_shards import TokenShards
 from octavo.errors import ConfigError
 from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.functional.linear import quantize_input
+from octavo.nn.functional.norm_linear import Norm, can_infer, norm_input, norm_operands
 from octavo.nn.functional.norm_mlp import ActivationFunction
 from octavo.nn.fusion import FusedLayer, fusable
 from octavo.nn.grouped_linear import GroupedLinear
 from octavo.nn.load_balance import RouterStatistics, losses_gradient
 from octavo.nn.weights.delayed import DelayedState
+from octavo.nn.weights.plan import LinearPlan
+from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
 from octavo.ops.activation import activation_quantize
+from octavo.ops.gemm.grouped_mm import Gather
 from octavo.ops.gemm.hp_mm import hp_mm
-from octavo.ops.moe import Routing, combine_rows, dispatch_codes, dispatch_rows, moe_routing
+from octavo.ops.moe import ExpertRows, Routing, combine_rows, dispatch_codes, dispatch_rows, moe_routing
 
 
 class Router(nn.Module):
@@ -46,7 +51,8 @@ class Router(nn.Module):
         self.in_features, self.out_features = hidden_size, num_experts
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=dtype, device=device))
         self.exact = False
-        nn.init.normal_(self.weight, std=0.02)
+        if not self.weight.is_meta:  # drawing one on "meta" would import the compiler, which takes seconds
+            nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H] -> [T, E] fp32."""
@@ -100,17 +106,29 @@ class Experts(FusedLayer):
             return False  # which the linears refuse
         return all(linear.observer is None and effective_recipe(linear.recipe) == recipe for linear in linears)
 
-    def infer(self, x: torch.Tensor, routing: Routing, recipe: Recipe) -> torch.Tensor:
-        """x [T, H] -> [R, H], with forward's bits: each token is quantized once, and SwiGLU makes codes."""
-        assert recipe.input is not None, "can_infer wants an output GEMM in FP8"
-        first, second = self.gate_up_proj, self.down_proj
-        plans = first.begin(recipe), second.begin(recipe)
-        tokens, _ = quantize_input(x, plans[0], columns=False, observe=False)
-        rows = dispatch_codes(tokens, routing)
-        hidden = first.multiply_codes(rows, routing.offsets, plans[0], x.dtype)  # [R, 2I]
+    def begin(self, recipe: Recipe) -> tuple[LinearPlan, LinearPlan]:
+        """How both linears compute in what follows."""
+        return self.gate_up_proj.begin(recipe), self.down_proj.begin(recipe)
+
+    def infer(
+        self, tokens: QuantizedTensor, routing: Routing, plans: tuple[LinearPlan, LinearPlan], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Each token's codes [T, H] -> [R, H] of dtype, with forward's bits; SwiGLU makes codes.
+
+        Args:
+            plans: of begin; the first has quantized the tokens.
+        """
+        scaling = plans[0].recipe.input
+        assert scaling is not None, "can_infer wants an output GEMM in FP8"
+        gather = None
+        if routing.slots.numel() > routing.rows.numel():  # there are rows of no token, which only pad
+            tokens = dispatch_codes(tokens, routing)
+        else:
+            gather = Gather(routing.slots, routing.rows.shape[1])
+        hidden = self.gate_up_proj.multiply_codes(tokens, routing.offsets, plans[0], dtype, gather)  # [R, 2I]
         known = plans[1].known(DelayedState.INPUT, observe=False)
-        activated = activation_quantize(hidden, kind="swiglu", scaling=recipe.input, **known)
-        return second.multiply_codes(activated.rows, routing.offsets, plans[1], x.dtype)
+        activated = activation_quantize(hidden, kind="swiglu", scaling=scaling, **known)
+        return self.down_proj.multiply_codes(activated.rows, routing.offsets, plans[1], dtype)
 
     def alignment(self, device: torch.device, *, training: bool) -> int:
         """What each expert's rows must be padded to a multiple of."""
@@ -174,7 +192,43 @@ class SparseMoE(nn.Module):
             return self._mix(x)
         return self.token_shards.own(self._mix(self.token_shards.join(x)))
 
+    def forward_norm(
+        self, x: torch.Tensor | RowShare, residual: torch.Tensor | PartialRows | None, norm: Norm
+    ) -> tuple[torch.Tensor | ExpertRows, torch.Tensor]:
+        """forward(norm(x + residual)), and the sum; without gradients one kernel adds, norms and quantizes.
+
+        The caller knows that neither norm nor this block has a hook or a forward of its own (FusedLayer.fuses).
+
+        Args:
+            x: [T, H], or this rank's share of its rows.
+            residual: [T, H] of x's dtype, or this rank's part of it; None for nothing to add.
+        Returns:
+            (output [T, H] or the rows that make it, x + residual [T, H]: what the residual stream goes on with).
+        """
+        x, residual = whole(x), whole(residual)
+        recipe = effective_recipe(self.experts.gate_up_proj.recipe)
+        if not (can_infer(recipe, norm) and self.experts.can_infer(recipe)):
+            stream = x if residual is None else x + residual
+            return self(norm(stream)), stream
+        plans = self.experts.begin(recipe)
+        made, stream = norm_input(
+            x, residual, *norm_operands(norm), plans[0], training=False, columns=False, keeps_norm=True
+        )
+        assert made.normed is not None, "it was asked for"
+        routing = self._route(made.normed)
+        return ExpertRows(self.experts.infer(made.rows, routing, plans, x.dtype), routing), stream
+
     def _mix(self, x: torch.Tensor) -> torch.Tensor:
+        routing = self._route(x)
+        recipe = effective_recipe(self.experts.gate_up_proj.recipe)
+        if self.experts.can_infer(recipe):
+            plans = self.experts.begin(recipe)
+            tokens, _ = quantize_input(x, plans[0], columns=False, observe=False)
+            return combine_rows(self.experts.infer(tokens, routing, plans, x.dtype), routing)
+        rows = DispatchFunction.apply(x, routing)
+        return CombineFunction.apply(self.experts(rows, routing.offsets), routing.weights, routing)
+
+    def _route(self, x: torch.Tensor) -> Routing:
         alignment = self.experts.alignment(x.device, training=torch.is_grad_enabled())
         logits = self.gate(x)
         top_k, normalize, coefs = self.num_experts_per_tok, self.norm_topk_prob, (self.aux_loss_coef, self.z_loss_coef)
@@ -185,11 +239,7 @@ class SparseMoE(nn.Module):
         routing = Routing(weights, *indices)
         if self.recorder is not None:
             self.recorder(routing.experts)
-        recipe = effective_recipe(self.experts.gate_up_proj.recipe)
-        if self.experts.can_infer(recipe):
-            return combine_rows(self.experts.infer(x, routing, recipe), routing)
-        rows = DispatchFunction.apply(x, routing)
-        return CombineFunction.apply(self.experts(rows, routing.offsets), weights, routing)
+        return routing
 
 
 class _RouterFunction(torch.autograd.Function):

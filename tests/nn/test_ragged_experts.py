@@ -37,10 +37,10 @@ def experts(kind: str) -> nn.GroupedLinear:
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the layer's forward products go where those of CUDA tensors do."""
 
-    def multiply(a, weights, offsets, *, out_dtype, exact=False, fast_accum=False):  # type: ignore[no-untyped-def]
+    def multiply(a, weights, offsets, *, gather=None, out_dtype, exact=False, fast_accum=False):  # type: ignore[no-untyped-def]
         left = (a.qdata, a.scale, list(a.scaling.block_size))
         right = ([q.qdata for q in weights], [q.scale for q in weights], list(weights[0].scaling.block_size))
-        return ops._scaled_cuda(*left, *right, offsets, out_dtype, exact, fast_accum)
+        return ops._scaled_cuda(*left, *right, offsets, *(gather or (None, 1)), out_dtype, exact, fast_accum)
 
     monkeypatch.setattr(grouped, "scaled_grouped_mm", multiply)
 

@@ -1,5 +1,6 @@
 """The three GEMMs of every expert as one autograd Function, over rows that are sorted by expert."""
 
+import functools
 from typing import Any
 
 import torch
@@ -10,7 +11,13 @@ from octavo.nn.functional.saved_operands import save_operands, saved_operands
 from octavo.nn.weights.experts import ExpertCodes, ExpertWeight
 from octavo.nn.weights.plan import LinearPlan
 from octavo.numerics.quantized import QuantizedTensor
-from octavo.ops.gemm.grouped_mm import grouped_mm, grouped_mm_columns, scaled_grouped_mm, scaled_grouped_mm_columns
+from octavo.ops.gemm.grouped_mm import (
+    Gather,
+    grouped_mm,
+    grouped_mm_columns,
+    scaled_grouped_mm,
+    scaled_grouped_mm_columns,
+)
 from octavo.ops.quantize import quantize
 
 ExpertSource = ExpertWeight | ExpertCodes
@@ -90,11 +97,15 @@ def grouped_output(
     out_dtype: torch.dtype,
     *,
     observe: bool,
+    gather: Gather | None = None,
 ) -> torch.Tensor:
-    """rows [R, K] codes times their experts' weights -> [R, N] of out_dtype."""
+    """rows [R, K] codes, or what they are gathered from, times their experts' weights -> [R, N] of out_dtype."""
     fast = "output" in plan.recipe.fast_accum and not plan.exact
+    multiply = functools.partial(
+        scaled_grouped_mm, gather=gather, out_dtype=out_dtype, exact=plan.exact, fast_accum=fast
+    )
     pieces = [
-        scaled_grouped_mm(rows, codes, offsets, out_dtype=out_dtype, exact=plan.exact, fast_accum=fast)
+        multiply(rows, codes, offsets)
         for _, codes in source.shapes.by_expert(source.forward(weight, plan, observe=observe))
     ]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)

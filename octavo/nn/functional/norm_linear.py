@@ -28,20 +28,22 @@ from octavo.nn.weights.plan import LinearPlan
 from octavo.nn.weights.source import WeightSource
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import GEMMS, Recipe
+from octavo.ops.moe import ExpertRows
 from octavo.ops.norm import NormKind, has_exact_kernel
 from octavo.ops.norm.norm_quantize import NormQuantized, exchange_norm_quantize, norm_backward, norm_quantize
 
 Norm = RMSNorm | LayerNorm
+Addend = torch.Tensor | PartialRows | ExpertRows  # what is still to be added to a residual stream
 
 
 def norm_linear(
-    x: torch.Tensor | RowShare, residual: torch.Tensor | PartialRows | None, norm: Norm, linear: Linear, *, fused: bool
+    x: torch.Tensor | RowShare, residual: Addend | None, norm: Norm, linear: Linear, *, fused: bool
 ) -> tuple[torch.Tensor, torch.Tensor | RowShare]:
     """linear(norm(x + residual)), and the sum.
 
     Args:
         x: [T, K], or this rank's share of its rows.
-        residual: [T, K] of x's dtype, or this rank's part of it; None for nothing to add.
+        residual: [T, K] of x's dtype, or this rank's part or experts' rows of it; None for nothing to add.
         fused: the layer's plan allows it.
     Returns:
         (output [T, N], x + residual [T, K] or this rank's share of its rows: what the residual stream goes on with).
@@ -124,7 +126,7 @@ def _is_own(linear: Linear, recipe: Recipe) -> bool:
 
 def norm_input(
     x: torch.Tensor,
-    residual: torch.Tensor | None,
+    residual: torch.Tensor | ExpertRows | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     rule: NormRule,
@@ -132,6 +134,7 @@ def norm_input(
     *,
     training: bool,
     columns: bool,
+    keeps_norm: bool = False,
 ) -> tuple[NormQuantized, torch.Tensor]:
     """(the quantized norm of x + residual, with what the backward will need; that sum).
 
@@ -142,6 +145,7 @@ def norm_input(
         bias: the norm's.
         training: keep the norm's input.
         columns: also make the transposed codes that grad_weight needs.
+        keeps_norm: return the norm itself too.
     """
     recipe = plan.recipe
     assert recipe.input is not None, f"recipe {recipe.name!r} quantizes no input"
@@ -154,6 +158,7 @@ def norm_input(
         **rule._asdict(),
         column_scaling=recipe.wgrad_input if columns else None,
         store_scaling=plan.saved_activations if training else None,
+        keeps_norm=keeps_norm,
         **plan.known(DelayedState.INPUT, observe=training and plan.stages),
     )
     return normed, x if normed.summed is None else normed.summed
@@ -161,7 +166,7 @@ def norm_input(
 
 def infer_norm(
     x: torch.Tensor | RowShare,
-    residual: torch.Tensor | PartialRows | None,
+    residual: Addend | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     rule: NormRule,
@@ -169,12 +174,12 @@ def infer_norm(
 ) -> tuple[QuantizedTensor, torch.Tensor | RowShare]:
     """(the quantized norm of x + residual, that sum or this rank's share of its rows) without gradients.
 
-    A residual of which ranks have parts is put together in the norm's kernel. Where it is long, each rank does so for a
-    share of the rows, keeps that share of the sum, and the codes of all are gathered.
+    Experts' rows, and a residual of which ranks have parts, are put together in the norm's kernel. Where the latter is
+    long, each rank does so for a share of the rows, keeps that share of the sum, and the codes of all are gathered.
 
     Args:
         x: [T, K], or this rank's share of its rows.
-        residual: [T, K], or this rank's part of it; None for nothing to add.
+        residual: [T, K], or this rank's part or experts' rows of it; None for nothing to add.
         weight: the norm's.
         bias: the norm's.
     """
@@ -194,7 +199,8 @@ def infer_norm(
             fused = exchange_norm_quantize(residual.own, places, residual.is_sum, weight, residual=x, **options)
             if fused is not None and fused.summed is not None:
                 return fused.rows, fused.summed
-    normed, stream = norm_input(whole(x), whole(residual), weight, bias, rule, plan, training=False, columns=False)
+    added = residual if isinstance(residual, ExpertRows) else whole(residual)
+    normed, stream = norm_input(whole(x), added, weight, bias, rule, plan, training=False, columns=False)
     return normed.rows, stream
 
 

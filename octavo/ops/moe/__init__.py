@@ -22,7 +22,16 @@ from octavo.ops.moe.reference import (
     softmax_rows,
 )
 
-__all__ = ["Routing", "combine_rows", "dispatch_codes", "dispatch_rows", "moe_routing", "num_rows", "softmax_rows"]
+__all__ = [
+    "ExpertRows",
+    "Routing",
+    "combine_rows",
+    "dispatch_codes",
+    "dispatch_rows",
+    "moe_routing",
+    "num_rows",
+    "softmax_rows",
+]
 
 
 class Routing(NamedTuple):
@@ -43,6 +52,32 @@ class Routing(NamedTuple):
     rows: torch.Tensor
     slots: torch.Tensor
     offsets: torch.Tensor
+
+
+class ExpertRows(NamedTuple):
+    """What experts made, before combine_rows: a matrix [T, H] that a kernel which reads it may add up on the way.
+
+    Attributes:
+        rows: [R, H], the sorted batch.
+        routing: where each token's rows are.
+    """
+
+    rows: torch.Tensor
+    routing: Routing
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the matrix."""
+        return torch.Size((self.routing.rows.shape[0], self.rows.shape[1]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the matrix."""
+        return self.rows.dtype
+
+    def whole(self) -> torch.Tensor:
+        """[T, H]."""
+        return combine_rows(self.rows, self.routing)
 
 
 def _fake(logits, top_k, normalize, alignment):  # type: ignore[no-untyped-def]

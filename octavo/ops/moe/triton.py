@@ -16,6 +16,9 @@ MAX_EXPERTS = 512  # a program holds every expert of a few tokens
 FEW_TOKENS = 512  # up to here small blocks keep the latency low; beyond, large ones keep the counts few
 CHOOSE_WARPS, PLACE_WARPS, COPY_WARPS = 4, 8, 4
 COUNTS_A_CHUNK = 8192
+PLACE_PROGRAMS = 128  # one wave, in which each adds up all counts
+PLACES_A_TILE = 16384  # a slot has a place for every expert
+MOST_SLOTS_A_TILE = 32, 128  # of few tokens, of more
 FILL = 1024
 ROWS_A_COPY, COPY_BYTES, SUM_WIDTH = 4, 2048, 1024
 
@@ -85,13 +88,16 @@ def choose_experts(
         tl.store(slots + row, padding, mask=(index < share) & (row < R))
 
 
-@triton.jit(do_not_specialize=("T", "num_counts"))
+@triton.jit(do_not_specialize=("num_slots", "num_counts", "own_counts", "span"))
 def place_rows(
-    rows, slots, offsets, counts, experts, T, E, alignment, num_counts,
-    TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, COUNTS: tl.constexpr,
-    TILES: tl.constexpr,
+    rows, slots, offsets, counts, experts, num_slots, E, alignment, num_counts, own_counts, span,
+    TILE: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The rows of TILES blocks of tokens, of COUNTS counts; program 0 also stores where the experts' rows end."""
+    """The rows of `span` slots, which `own_counts` counts are of, TILE at a time; program 0 also stores where rows end.
+
+    A slot's row is the first of its expert, past the slots of earlier programs and tiles, and past those before it in
+    its own tile.
+    """
     pid = tl.program_id(0)
     e = tl.arange(0, EXPERTS)
     is_expert = (e < E)[None, :]
@@ -102,27 +108,23 @@ def place_rows(
         places = counts + block[:, None] * E + e[None, :]
         part = tl.load(places, mask=(block < num_counts)[:, None] & is_expert, other=0).to(tl.int32)
         every += tl.sum(part, axis=0)
-        earlier += tl.sum(tl.where((block < pid * COUNTS)[:, None], part, 0), axis=0)
+        earlier += tl.sum(tl.where((block < pid * own_counts)[:, None], part, 0), axis=0)
     padded = (every + alignment - 1) // alignment * alignment
     ends = tl.cumsum(padded, axis=0)
     if pid == 0:
         tl.store(offsets + e, ends, mask=e < E)
     free = ends - padded + earlier  # the next row of each expert
-    for tile in range(TILES):
-        t = (pid * TILES + tile) * BLOCK_T + tl.arange(0, BLOCK_T)
-        first = experts + t.to(tl.int64) * TOP_K
-        is_chosen = tl.zeros([BLOCK_T, EXPERTS], tl.int32)
-        for s in tl.static_range(TOP_K):
-            expert = tl.load(first + s, mask=t < T, other=-1).to(tl.int32)
-            is_chosen += (expert[:, None] == e[None, :]).to(tl.int32)
-        place = free[None, :] + tl.cumsum(is_chosen, axis=0) - is_chosen
-        for s in tl.static_range(TOP_K):
-            expert = tl.load(first + s, mask=t < T, other=-1).to(tl.int32)
-            row = tl.sum(tl.where(expert[:, None] == e[None, :], place, 0), axis=1).to(tl.int64)
-            own = t.to(tl.int64) * TOP_K + s
-            tl.store(rows + own, row, mask=t < T)
-            tl.store(slots + row, own, mask=t < T)
-        free += tl.sum(is_chosen, axis=0)
+    i = tl.arange(0, TILE)
+    for start in range(0, span, TILE):
+        own = pid.to(tl.int64) * span + start + i
+        is_in = (start + i < span) & (own < num_slots)
+        expert = tl.load(experts + own, mask=is_in, other=-1).to(tl.int32)
+        is_chosen = expert[:, None] == e[None, :]
+        is_before = (expert[:, None] == expert[None, :]) & (i[:, None] > i[None, :])
+        row = tl.sum(tl.where(is_chosen, free[None, :], 0), axis=1) + tl.sum(is_before.to(tl.int32), axis=1)
+        tl.store(rows + own, row.to(tl.int64), mask=is_in)
+        tl.store(slots + row, own, mask=is_in)
+        free += tl.sum(is_chosen.to(tl.int32), axis=0)
 
 
 @triton.jit
@@ -179,8 +181,10 @@ def moe_routing(
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     (T, E), device = logits.shape, logits.device
     R, width = num_rows(T * top_k, E, alignment), triton.next_power_of_2(E)
-    choose, place, tiles = _blocks(T, width)
-    programs = triton.cdiv(T, choose)
+    choose = _block(T, width)
+    programs = triton.cdiv(T, choose)  # each of which counts
+    own_counts = triton.cdiv(programs, PLACE_PROGRAMS)
+    tile = min(MOST_SLOTS_A_TILE[T > FEW_TOKENS], PLACES_A_TILE // width)
     experts, rows = (torch.empty(T, top_k, dtype=torch.int64, device=device) for _ in range(2))
     weights = torch.empty(T, top_k, dtype=torch.float32, device=device)
     probs = torch.empty(T, E, dtype=torch.float32, device=device)
@@ -193,22 +197,19 @@ def moe_routing(
             SLOTS=triton.next_power_of_2(top_k), FILL=FILL, num_warps=CHOOSE_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
         made = (weights, experts, probs, counts, slots)
-        launch((programs,), *made, logits, logits.stride(0), T, E, R, triton.cdiv(R, programs))
+        share = triton.cdiv(R, programs) if alignment > 1 else 0  # where each row has a slot, none only pads
+        launch((programs,), *made, logits, logits.stride(0), T, E, R, share)
         launch = launcher_of(
-            place_rows, TOP_K=top_k, BLOCK_T=place, EXPERTS=width, CHUNK=max(1, COUNTS_A_CHUNK // width),
-            COUNTS=place * tiles // choose, TILES=tiles, num_warps=PLACE_WARPS,
-        )  # fmt: skip
-        grid = (triton.cdiv(T, place * tiles),)
-        launch(grid, rows, slots, offsets, counts, experts, T, E, alignment, programs)
+            place_rows, TILE=tile, EXPERTS=width, CHUNK=max(1, COUNTS_A_CHUNK // width), num_warps=PLACE_WARPS
+        )
+        grid, span = (triton.cdiv(programs, own_counts),), own_counts * choose * top_k
+        launch(grid, rows, slots, offsets, counts, experts, T * top_k, E, alignment, programs, own_counts, span)
     return weights, experts, probs, rows, slots, offsets
 
 
-def _blocks(T: int, width: int) -> tuple[int, int, int]:
-    """Tokens of a program of choose_experts, of a tile of place_rows, and tiles of a program; powers of two."""
-    if T <= FEW_TOKENS:
-        return max(1, min(4, 512 // width)), min(16, max(4, 8192 // width)), 1
-    place = min(64, 8192 // width)
-    return min(16, 2048 // width), place, max(1, triton.next_power_of_2(triton.cdiv(T, 128 * place)))
+def _block(T: int, width: int) -> int:
+    """Tokens of a program of choose_experts, a power of two."""
+    return max(1, min(4, 512 // width)) if T <= FEW_TOKENS else min(16, 2048 // width)
 
 
 def dispatch_rows(x: torch.Tensor, slots: torch.Tensor, num_slots: int) -> torch.Tensor:

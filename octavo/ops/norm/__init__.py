@@ -12,6 +12,7 @@ from octavo.errors import DtypeError, RecipeError, ShapeError
 from octavo.numerics.quantized import QuantizedTensor, expand_scale
 from octavo.numerics.scaling import check_matrix
 from octavo.ops._runtime.registry import kernel_or_reference, register
+from octavo.ops.moe import ExpertRows
 from octavo.ops.norm import reference
 
 __all__ = ["NormKind", "Normed", "check_norm", "has_exact_kernel", "norm_backward", "norm_forward"]
@@ -46,7 +47,11 @@ def has_exact_kernel(x: torch.Tensor) -> bool:
 
 
 def check_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: str, residual: torch.Tensor | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    kind: str,
+    residual: torch.Tensor | ExpertRows | None,
 ) -> None:
     """Refuse operands that do not fit together, by name."""
     check_matrix(x, "x")

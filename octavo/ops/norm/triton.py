@@ -92,18 +92,36 @@ def load_beta(bias, cols, col_is_in):
 
 
 @triton.jit
+def add_expert_rows(x, routed, stride_xm, first_row, rows, cols, row_is_in, is_in, TOP_K: tl.constexpr):
+    """Each token's rows of x times their weights, added in slot order in fp32 and rounded, as combine_rows does it."""
+    total = tl.zeros([rows.shape[0], cols.shape[0]], tl.float32)
+    parts = ()
+    for s in tl.static_range(TOP_K):  # all are asked for before the first is waited for
+        slots = (first_row + rows) * TOP_K + s
+        row = tl.load(routed[0] + slots, mask=row_is_in, other=0)
+        part = tl.load(x + (row[:, None] * stride_xm + cols[None, :]), mask=is_in, other=0.0)
+        parts += (part, tl.load(routed[1] + slots, mask=row_is_in, other=0.0))  # type: ignore[assignment]
+    for s in tl.static_range(TOP_K):
+        total += widen(parts[2 * s]) * parts[2 * s + 1][:, None]
+    return round_to(total, x.dtype.element_ty)
+
+
+@triton.jit
 def load_sum(
     x, residual, exchange, stride_xm, stride_rm, first_row, rows, cols, row_is_in, is_in,
     WAY: tl.constexpr,
 ):  # fmt: skip
     """x + residual at these places, rounded to x's dtype, in fp32; x is what all ranks' make, where they exchange.
 
-    WAY: (ranks, whether their parts are added, whether they travel in packets), or None.
+    WAY: (ranks, whether their parts are added, whether they travel in packets), or None. No ranks: (0, experts a token)
+    whose rows x has, and exchange is (the rows of each token, their weights).
     """
     # Offsets are kept relative to the first row: a 64-bit address for every element would spill registers.
     if exchange is None:
         values = tl.load(x + first_row * stride_xm + rows[:, None] * stride_xm + cols[None, :], mask=is_in, other=0.0)
         values = widen(values)
+    elif WAY[0] == 0:
+        values = add_expert_rows(x, exchange, stride_xm, first_row, rows, cols, row_is_in, is_in, WAY[1])
     elif WAY[2]:
         values = exchange_few_rows(x, exchange, stride_xm, first_row, rows, cols, row_is_in, WAY[0], WAY[1])
     else:
@@ -209,16 +227,18 @@ def norm_long_rows(
 
 @triton.jit
 def _row_part(
-    ROW_OUT, STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, exchange, stride_xm, stride_rm, tile,
-    T, K, eps, ROW_RULE: tl.constexpr, STORED_RULE: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr, WAY: tl.constexpr,
+    ROW_OUT, STORED_OUT, y, summed, mean_out, rstd_out, x, residual, weight, bias, exchange, stride_xm, stride_rm,
+    tile, T, K, eps, ROW_RULE: tl.constexpr, STORED_RULE: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, WAY: tl.constexpr,
 ):  # fmt: skip
     """Everything of one tile of whole rows; returns their norm [ROWS, BLOCK_K], 0 or NaN outside."""
-    normed, _, _, _, is_in = norm_tile(
+    normed, first_row, rows, cols, is_in = norm_tile(
         STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, exchange, stride_xm, stride_rm, tile, T, K,
         eps, STORED_RULE, ZERO_CENTERED, ROWS, BLOCK_K, WAY,
     )  # fmt: skip
     normed = round_to(normed, x.dtype.element_ty)
+    if y is not None:
+        store_rows(y, K, first_row, rows, cols, normed, is_in)
     if bias is not None:
         normed = tl.where(is_in, normed, 0.0)
     if ROW_RULE is not None:
@@ -282,7 +302,7 @@ def _fold_amax(col_amax, tensor_amax, infinite, size, K, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def norm_quantize_rows(
-    ROW_OUT, STORED_OUT, col_amax, tensor_amax, infinite, summed, mean_out, rstd_out, x, residual, weight, bias,
+    ROW_OUT, STORED_OUT, col_amax, tensor_amax, infinite, y, summed, mean_out, rstd_out, x, residual, weight, bias,
     exchange, stride_xm, stride_rm, T, K, eps, ROW_RULE: tl.constexpr, STORED_RULE: tl.constexpr,
     ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, ROW_TILES: tl.constexpr,
     STAGES: tl.constexpr, WAY: tl.constexpr, EARLY: tl.constexpr,
@@ -292,16 +312,16 @@ def norm_quantize_rows(
     let_next_begin()
     if col_amax is None and tensor_amax is None:
         _row_part(
-            ROW_OUT, STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, exchange, stride_xm, stride_rm,
-            tl.program_id(0), T, K, eps, ROW_RULE, STORED_RULE, ZERO_CENTERED, ROWS, BLOCK_K, WAY,
+            ROW_OUT, STORED_OUT, y, summed, mean_out, rstd_out, x, residual, weight, bias, exchange, stride_xm,
+            stride_rm, tl.program_id(0), T, K, eps, ROW_RULE, STORED_RULE, ZERO_CENTERED, ROWS, BLOCK_K, WAY,
         )  # fmt: skip
     else:
         size = tl.zeros([BLOCK_K if col_amax is not None else BLOCK_K // 8], tl.float32)
         first = tl.program_id(0) * ROW_TILES
         for step in tl.range(0, ROW_TILES, num_stages=STAGES):
             normed = _row_part(
-                ROW_OUT, STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, None, stride_xm, stride_rm,
-                first + step, T, K, eps, ROW_RULE, STORED_RULE, ZERO_CENTERED, ROWS, BLOCK_K, None,
+                ROW_OUT, STORED_OUT, y, summed, mean_out, rstd_out, x, residual, weight, bias, exchange, stride_xm,
+                stride_rm, first + step, T, K, eps, ROW_RULE, STORED_RULE, ZERO_CENTERED, ROWS, BLOCK_K, WAY,
             )  # fmt: skip
             size = _largest(size, normed)
         _fold_amax(col_amax, tensor_amax, infinite, size, K, BLOCK_K)
@@ -508,7 +528,8 @@ class NormLaunch(NamedTuple):
         """Allocate the outputs of a forward."""
         x, residual = dense_rows(x), None if residual is None else dense_rows(residual)
         summed = None if residual is None else torch.empty_like(residual, memory_format=torch.contiguous_format)
-        rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+        num_rows = len(x if residual is None else residual)
+        rstd = torch.empty(num_rows, dtype=torch.float32, device=x.device)
         mean = torch.empty_like(rstd) if kind == "layer_norm" else None
         vectors = (weight.contiguous(), None if bias is None else bias.contiguous())
         strides = (x.stride(0), 0 if residual is None else residual.stride(0))

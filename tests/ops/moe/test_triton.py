@@ -55,13 +55,15 @@ def test_other_dtypes_and_strides(dtype: torch.dtype) -> None:
     check(logits.t(), 5, True, 16)
 
 
-def test_blocks_of_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles a program and several chunks of counts, at a size that the interpreter bears."""
-    monkeypatch.setattr(kernels, "FEW_TOKENS", 0)
-    monkeypatch.setattr(kernels, "_blocks", lambda T, width: (4, 16, 2))
+def test_programs_of_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several counts and tiles a program and several chunks of counts, at a size that the interpreter bears."""
+    monkeypatch.setattr(kernels, "PLACE_PROGRAMS", 3)
+    monkeypatch.setattr(kernels, "MOST_SLOTS_A_TILE", (32, 16))
     monkeypatch.setattr(kernels, "COUNTS_A_CHUNK", 64)
     check(some_logits(301, 16), 3, True, 16)
     check(torch.zeros(301, 16, device=DEVICE), 3, True, 1)  # all to the same experts
+    monkeypatch.setattr(kernels, "FEW_TOKENS", 0)
+    check(some_logits(77, 16), 5, True, 1)
 
 
 def test_equal_and_extreme_logits() -> None:

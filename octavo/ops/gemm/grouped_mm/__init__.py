@@ -4,6 +4,7 @@ Legend: E groups, R rows of all groups, N out, K in; offsets [E] int32 is where 
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -14,13 +15,26 @@ from octavo.numerics.scaling import Scaling
 from octavo.ops._runtime.registry import register
 from octavo.ops.gemm.grouped_mm import library
 from octavo.ops.gemm.grouped_mm.reference import (
+    gather_codes,
     grouped_mm_columns_reference,
     grouped_mm_reference,
     scaled_grouped_mm_columns_reference,
     scaled_grouped_mm_reference,
 )
 
-__all__ = ["grouped_mm", "grouped_mm_columns", "scaled_grouped_mm", "scaled_grouped_mm_columns"]
+__all__ = ["Gather", "grouped_mm", "grouped_mm_columns", "scaled_grouped_mm", "scaled_grouped_mm_columns"]
+
+
+class Gather(NamedTuple):
+    """Which row of the operand each row of a batch is: row r is the operand's row slots[r] // slots_per_row.
+
+    Attributes:
+        slots: [R] int64.
+        slots_per_row: how many slots one row of the operand has.
+    """
+
+    slots: torch.Tensor
+    slots_per_row: int
 
 
 def _mm_cuda(x, weights, offsets, out_dtype, exact):  # type: ignore[no-untyped-def]
@@ -48,14 +62,15 @@ def _unpack(a, a_scale, a_block, b, b_scale, b_block):  # type: ignore[no-untype
 
 
 def _scaled_cpu(  # type: ignore[no-untyped-def]
-    a, a_scale, a_block, b, b_scale, b_block, offsets, out_dtype, exact, fast_accum
+    a, a_scale, a_block, b, b_scale, b_block, offsets, slots, slots_per_row, out_dtype, exact, fast_accum
 ):
     left, weights = _unpack(a, a_scale, a_block, b, b_scale, b_block)
-    return scaled_grouped_mm_reference(left, weights, offsets, out_dtype, exact, fast_accum)
+    rows = left if slots is None else gather_codes(left, slots, slots_per_row)
+    return scaled_grouped_mm_reference(rows, weights, offsets, out_dtype, exact, fast_accum)
 
 
 def _scaled_cuda(  # type: ignore[no-untyped-def]
-    a, a_scale, a_block, b, b_scale, b_block, offsets, out_dtype, exact, fast_accum
+    a, a_scale, a_block, b, b_scale, b_block, offsets, slots, slots_per_row, out_dtype, exact, fast_accum
 ):
     left, weights = _unpack(a, a_scale, a_block, b, b_scale, b_block)
     has_own_scales = left.scaling.block_size[0] == 1 and not weights[0].scaling.is_per_tensor
@@ -64,10 +79,13 @@ def _scaled_cuda(  # type: ignore[no-untyped-def]
 
         whole, num_groups = triton.stack(weights), offsets.shape[0]
         if not exact and out_dtype == torch.bfloat16 and library.takes_rows(left, whole, num_groups):
-            return library.scaled_grouped_mm(left, [whole], offsets, fast_accum)
+            rows = left if slots is None else gather_codes(left, slots, slots_per_row)
+            return library.scaled_grouped_mm(rows, [whole], offsets, fast_accum)
         if triton.can_multiply(left, whole, num_groups):
-            return triton.scaled_grouped_mm(left, whole, offsets, out_dtype)
-    return scaled_grouped_mm_reference(left, weights, offsets, out_dtype, exact, fast_accum)
+            return triton.scaled_grouped_mm(left, whole, offsets, out_dtype, slots, slots_per_row)
+    return _scaled_cpu(
+        a, a_scale, a_block, b, b_scale, b_block, offsets, slots, slots_per_row, out_dtype, exact, fast_accum
+    )
 
 
 def _scaled_columns_cpu(  # type: ignore[no-untyped-def]
@@ -92,10 +110,10 @@ def _scaled_columns_cuda(  # type: ignore[no-untyped-def]
 
 
 def _fake_scaled(  # type: ignore[no-untyped-def]
-    a, a_scale, a_block, b, b_scale, b_block, offsets, out_dtype, exact, fast_accum
+    a, a_scale, a_block, b, b_scale, b_block, offsets, slots, slots_per_row, out_dtype, exact, fast_accum
 ):
-    rows = b[0].shape[0] // (offsets.shape[0] if len(b) == 1 else 1)
-    return a.new_empty((a.shape[0], rows), dtype=out_dtype)
+    num_out = b[0].shape[0] // (offsets.shape[0] if len(b) == 1 else 1)
+    return a.new_empty((a.shape[0] if slots is None else slots.shape[0], num_out), dtype=out_dtype)
 
 
 def _fake_columns(a, b, offsets, out_dtype):  # type: ignore[no-untyped-def]
@@ -116,7 +134,7 @@ _mm_columns = register(
 )
 _scaled = register(
     "scaled_grouped_mm(Tensor a, Tensor a_scale, int[] a_block, Tensor[] b, Tensor[] b_scale, int[] b_block, "
-    "Tensor offsets, ScalarType out_dtype, bool exact, bool fast_accum) -> Tensor",
+    "Tensor offsets, Tensor? slots, int slots_per_row, ScalarType out_dtype, bool exact, bool fast_accum) -> Tensor",
     reference=_scaled_cpu,
     fake=_fake_scaled,
     cuda=_scaled_cuda,
@@ -184,6 +202,7 @@ def scaled_grouped_mm(
     weights: Sequence[QuantizedTensor],
     offsets: torch.Tensor,
     *,
+    gather: Gather | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     exact: bool = False,
     fast_accum: bool = False,
@@ -191,26 +210,29 @@ def scaled_grouped_mm(
     """Each group's rows of codes times its own weight's codes.
 
     Args:
-        a: [R, K].
+        a: [R, K], or with a gather what its rows are taken from.
         weights: one QuantizedTensor [N, K] a group, or a single one [E * N, K] of all, whose blocks do not cross from
             one group into the next. Scalings as in octavo.ops.gemm.scaled_mm.
         offsets: as in grouped_mm and scaled_mm.
+        gather: where each of the R rows is in a; None for a itself.
         out_dtype: as in grouped_mm and scaled_mm.
         exact: as in grouped_mm and scaled_mm.
         fast_accum: as in grouped_mm and scaled_mm.
     Returns:
         [R, N] of out_dtype; rows past the last end are zero.
     Raises:
-        ShapeError: sizes that do not fit.
+        ShapeError: sizes that do not fit, or a gather from blocks of several rows.
     Exactness: exact=True: a row's bits depend on that row and its group's weight alone; on a CPU they are those of
         scaled_mm(exact=True). Else as scaled_mm. On a GPU codes with a scale a row or a block stay on the device: E4M3
         with one scale a row through torch._scaled_grouped_mm, block scales and exact mode through a kernel of our own,
         whose summed dimension is a multiple of 16. All else goes group by group, which waits for the offsets.
     """
     _check_weights(a, weights, offsets.numel())
+    if gather is not None and a.scaling.block_size[0] > 1:
+        raise ShapeError(f"rows are gathered from codes in blocks of one row, got {a.scaling.kind}; dequantize them")
     left = (a.qdata, a.scale, list(a.scaling.block_size))
     right = ([q.qdata for q in weights], [q.scale for q in weights], list(weights[0].scaling.block_size))
-    return _scaled(*left, *right, offsets, out_dtype, exact, fast_accum)
+    return _scaled(*left, *right, offsets, *(gather or (None, 1)), out_dtype, exact, fast_accum)
 
 
 def scaled_grouped_mm_columns(

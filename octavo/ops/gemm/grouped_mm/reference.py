@@ -60,6 +60,13 @@ def scaled_grouped_mm_reference(
     return out
 
 
+def gather_codes(a: QuantizedTensor, slots: torch.Tensor, slots_per_row: int) -> QuantizedTensor:
+    """Codes [R, K], of which each row r is a's row slots[r] // slots_per_row; no scale is of several rows but all."""
+    rows = slots // slots_per_row
+    scale = a.scale if a.scaling.is_per_tensor else a.scale.t()[:, rows].t()  # the layout of a quantizer
+    return QuantizedTensor(a.qdata.view(torch.uint8)[rows].view(a.qdata.dtype), scale, a.scaling)
+
+
 def row_slice(q: QuantizedTensor, index: int, num_rows: int) -> QuantizedTensor:
     """Rows [index * num_rows, ...) of codes whose blocks do not cross from one group into the next."""
     start, block = index * num_rows, q.scaling.block_size[0]

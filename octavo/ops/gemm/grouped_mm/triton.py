@@ -17,10 +17,10 @@ from octavo.numerics.quantized import QuantizedTensor
 from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
 from octavo.ops.gemm.hp_mm import triton as hp_mm
 
-BLOCK_N, WARPS = 128, 4
+BLOCK_N = 128
 LEAST_GROUPS = 32  # searched at once, one a lane: what finds its group among fewer spills with few registers
 TURNED_GROUP = 8  # rows a group on average: up to here tiles of 32 rows are quicker, also where some groups have many
-LARGE_GROUP = 128  # rows: where groups have as many on average, the exact 16-bit GEMM takes tiles of 128
+LARGE_GROUP = 128  # rows: where groups have as many on average, tiles are of 128
 FEW_ROWS = 32  # a group on average: up to here our tiles read 16-bit weights faster than the library's
 MOST_BY_GROUP = 32  # rows a group on average: up to here most have one tile, whose program does not search for it
 SMALL_HP = hp_mm.SMALL._replace(stages=4)  # two programs fit on a processor
@@ -82,20 +82,23 @@ def clear_tile(out, first, end, column, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.co
 
 @triton.jit(do_not_specialize=("stride_sa_slab", "R"))  # which differ from step to step
 def row_tiles(
-    out, a, a_scale, b, b_scale, offsets, stride_sa, stride_sa_slab, R, N, K, E,
-    GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLAB: tl.constexpr,
+    out, a, a_scale, b, b_scale, offsets, slots, stride_sa, stride_sa_slab, R, N, K, E,
+    SLOTS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLAB: tl.constexpr,
     HAS_BLOCKS: tl.constexpr, STAGES: tl.constexpr, BY_GROUP: tl.constexpr,
 ):  # fmt: skip
     """One tile of out: the rows of one group times its weight. Programs past the last group's tiles clear the tail.
+
+    Where there are slots, row r of the batch is a's row slots[r] // SLOTS.
 
     There are cdiv(R, BLOCK_M) + min(E, R) tiles in all, of which n groups with r rows take fewer than r / BLOCK_M + n:
     as many as the rows of no group need are left. With BY_GROUP, which wants R >= E, groups without rows take one too:
     there are then E first tiles, and the others and those of no group fit cdiv(R, BLOCK_M).
 
     The matrix instruction has 64 rows on its first side and as few as 8 on its second. A tile of fewer than 64 rows is
-    turned: the weight is on the first side, so that a group of few rows is padded less. Either way an element is the
-    sum of the same products in the same order and has the same bits, as tests on a card check: exact mode, which
-    decodes by turned tiles and trains by the others, rests on that.
+    turned: the weight is on the first side, so that a group of few rows is padded less. One of 128 rows is two of 64
+    beside each other, whose warps share the weight. Either way an element is the sum of the same products in the same
+    order and has the same bits, as tests on a card check: exact mode, which decodes by turned tiles and trains by the
+    others, rests on that.
     """
     TURNED: tl.constexpr = BLOCK_M < 64
     # A tile's columns follow each other, so that a group's rows and weight are read once and then found in the cache.
@@ -108,10 +111,15 @@ def row_tiles(
         # Rows past the group's end read its last one or nothing: their results are not stored.
         # Offsets inside a tile fit 32 bits, which leaves registers for the sums.
         rows, columns = tl.minimum(m, end - 1 - first), tl.minimum(n, N - 1 - column)
-        a_tile = a + first.to(tl.int64) * K + (rows[:, None] * K + k[None, :])
+        if slots is None:
+            a_tile = a + first.to(tl.int64) * K + (rows[:, None] * K + k[None, :])
+            a_scales = a_scale + (first + rows) * stride_sa
+        else:
+            sources = tl.load(slots + first + rows) // SLOTS
+            a_tile = a + (sources[:, None] * K + k[None, :])
+            a_scales = a_scale + sources * stride_sa
         b_tile = b + (group.to(tl.int64) * N + column) * K + (columns[:, None] * K + k[None, :])
         slabs = tl.cdiv(K, SLAB)
-        a_scales = a_scale + (first + rows) * stride_sa
         b_scales = b_scale + (group.to(tl.int64) * num_columns + column // SLAB) * slabs  # a block is a tile's width
         acc = tl.zeros([BLOCK_N, BLOCK_M] if TURNED else [BLOCK_M, BLOCK_N], tl.float32)
         for slab in tl.range(0, slabs, num_stages=STAGES):
@@ -261,36 +269,47 @@ class RowTile(NamedTuple):
     """How row_tiles is launched; registers: at most so many a thread, None for as many as it takes."""
 
     block_m: int
+    num_warps: int
     stages: int
     registers: int | None
 
 
-def row_tile(num_rows: int, num_groups: int) -> RowTile:
-    """The quickest on an H200 by the rows that groups have on average."""
+def row_tile(num_rows: int, num_groups: int, has_blocks: bool) -> RowTile:
+    """The quickest by the rows that groups have on average."""
     if num_rows <= TURNED_GROUP * num_groups:
-        return RowTile(32, 4, None)
+        return RowTile(32, 4, 4, None)
     if is_by_group(num_rows, num_groups):
-        return RowTile(64, 4, None)
-    return RowTile(64, 3, 168)  # three programs fit on a processor
+        return RowTile(64, 4, 4, None)
+    if num_rows < LARGE_GROUP * num_groups:
+        return RowTile(64, 4, 3, 168)  # three programs fit on a processor
+    # a third less is read from the L2 cache, which holds back tiles of 64 rows; without blocks two programs fit
+    return RowTile(128, 8, 4 if has_blocks else 3, None)
 
 
 def scaled_grouped_mm(
-    a: QuantizedTensor, whole: QuantizedTensor, offsets: torch.Tensor, out_dtype: torch.dtype
+    a: QuantizedTensor,
+    whole: QuantizedTensor,
+    offsets: torch.Tensor,
+    out_dtype: torch.dtype,
+    slots: torch.Tensor | None = None,
+    slots_per_row: int = 1,
 ) -> torch.Tensor:
     """What can_multiply accepts: [R, N] of out_dtype, zeros in rows of no group."""
-    (R, K), E = a.shape, offsets.shape[0]
+    R, K, E = a.shape[0] if slots is None else slots.shape[0], a.shape[1], offsets.shape[0]
     N = whole.shape[0] // E
     out = torch.empty(R, N, dtype=out_dtype, device=a.device)
-    tile = row_tile(R, E)
+    has_blocks = a.scaling.kind != "per_row"
+    tile = row_tile(R, E, has_blocks)
     grid = (num_tiles(R, E, tile.block_m) * triton.cdiv(N, BLOCK_N),)
+    limit = {} if tile.registers is None else {"maxnreg": tile.registers}
     with on_device_of(out):
         launch = launcher_of(
-            row_tiles, GROUPS=max(LEAST_GROUPS, triton.next_power_of_2(E)), BLOCK_M=tile.block_m, BLOCK_N=BLOCK_N,
-            SLAB=SLAB, HAS_BLOCKS=a.scaling.kind != "per_row", STAGES=tile.stages, BY_GROUP=is_by_group(R, E),
-            num_warps=WARPS, **({} if tile.registers is None else {"maxnreg": tile.registers}),
+            row_tiles, SLOTS=slots_per_row, GROUPS=max(LEAST_GROUPS, triton.next_power_of_2(E)), BLOCK_M=tile.block_m,
+            BLOCK_N=BLOCK_N, SLAB=SLAB, HAS_BLOCKS=has_blocks, STAGES=tile.stages,
+            BY_GROUP=is_by_group(R, E), num_warps=tile.num_warps, **limit,
         )  # fmt: skip
         scales = (a.scale, whole.qdata, whole.scale.contiguous())
-        launch(grid, out, a.qdata, *scales, offsets, a.scale.stride(0), a.scale.stride(1), R, N, K, E)
+        launch(grid, out, a.qdata, *scales, offsets, slots, a.scale.stride(0), a.scale.stride(1), R, N, K, E)
     return out
 
 

@@ -11,6 +11,7 @@ from octavo import env
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops._runtime.registry import register
+from octavo.ops.moe import ExpertRows
 from octavo.ops.norm import NormKind, check_norm, check_stored_kind, norm_backward
 from octavo.ops.norm.norm_quantize import reference
 from octavo.ops.one_shot import Places
@@ -29,6 +30,7 @@ class NormQuantized(NamedTuple):
         stored: x (+ residual) in FP8 for norm_backward; None without a store_scaling.
         mean: [T] fp32; None for rms_norm.
         rstd: [T] fp32.
+        normed: [T, K] in x's dtype, what rows were quantized from; None where not asked for.
     """
 
     rows: QuantizedTensor
@@ -37,6 +39,7 @@ class NormQuantized(NamedTuple):
     stored: QuantizedTensor | None
     mean: torch.Tensor | None
     rstd: torch.Tensor
+    normed: torch.Tensor | None
 
 
 def norm_quantize(
@@ -47,12 +50,13 @@ def norm_quantize(
     eps: float,
     kind: NormKind,
     zero_centered_gamma: bool = False,
-    residual: torch.Tensor | None = None,
+    residual: torch.Tensor | ExpertRows | None = None,
     scaling: Scaling,
     column_scaling: Scaling | None = None,
     quant_scale: torch.Tensor | None = None,
     amax_out: torch.Tensor | None = None,
     store_scaling: Scaling | None = None,
+    keeps_norm: bool = False,
 ) -> NormQuantized:
     """Residual add, norm, and quantization along rows and, where asked for, columns.
 
@@ -63,12 +67,13 @@ def norm_quantize(
         eps: as in norm_forward.
         kind: as in norm_forward.
         zero_centered_gamma: as in norm_forward.
-        residual: as in norm_forward.
+        residual: as in norm_forward; or experts' rows, which are first added up as combine_rows does.
         scaling: of the rows.
         column_scaling: of the columns; None for no columns.
         quant_scale: as in quantize: a known quant_scale, per tensor.
         amax_out: as in quantize: where max|norm| is folded into.
         store_scaling: of the copy of x (+ residual) that norm_backward takes; its scales run along rows.
+        keeps_norm: return the norm too.
     Returns:
         NormQuantized.
     Raises:
@@ -81,11 +86,15 @@ def norm_quantize(
     check_scales(quant_scale, amax_out, *(s for s in (scaling, column_scaling) if s is not None))
     if store_scaling is not None:
         check_stored_kind(store_scaling.kind)
+    routed: tuple[torch.Tensor, ...] = ()
+    added = residual
+    if isinstance(residual, ExpertRows):
+        added, routed = residual.rows, (residual.routing.rows, residual.routing.weights)
     out = _op(
-        x, weight, bias, residual, quant_scale, amax_out, eps, kind, zero_centered_gamma,
-        scaling.text, text_of(column_scaling), text_of(store_scaling),
+        x, weight, bias, added, quant_scale, amax_out, eps, kind, zero_centered_gamma,
+        scaling.text, text_of(column_scaling), text_of(store_scaling), keeps_norm, *routed,
     )  # fmt: skip
-    row_q, row_s, col_q, col_s, summed, stored_q, stored_s, mean, rstd = out
+    row_q, row_s, col_q, col_s, summed, stored_q, stored_s, mean, rstd, normed = out
     return NormQuantized(
         QuantizedTensor(row_q, row_s, scaling),
         None if column_scaling is None else QuantizedTensor(col_q, col_s, column_scaling),
@@ -93,6 +102,7 @@ def norm_quantize(
         None if store_scaling is None else QuantizedTensor(stored_q, stored_s, store_scaling),
         mean if kind == "layer_norm" else None,
         rstd,
+        normed if keeps_norm else None,
     )
 
 
@@ -128,12 +138,11 @@ def exchange_norm_quantize(
     norm = NormLaunch.of(part.contiguous(), weight, bias, residual, kind)
     exchange = triton.RankExchange(places, is_sum)
     rows, summed, mean, rstd = triton.exchange_norm_quantize(norm, exchange, eps, zero_centered_gamma, scaling)
-    return NormQuantized(rows, None, summed, None, mean if kind == "layer_norm" else None, rstd)
+    return NormQuantized(rows, None, summed, None, mean if kind == "layer_norm" else None, rstd, None)
 
 
 def _reference(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    operands: list[Any] = [*arguments[:9], *map(scaling_of, arguments[9:])]
-    return reference.norm_quantize(*operands)
+    return reference.norm_quantize(*_operands(arguments))
 
 
 def _cuda(*arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -141,8 +150,11 @@ def _cuda(*arguments: Any) -> tuple[torch.Tensor, ...]:
         return _reference(*arguments)
     from octavo.ops.norm.norm_quantize import triton
 
-    operands: list[Any] = [*arguments[:9], *map(scaling_of, arguments[9:])]
-    return triton.norm_quantize(*operands)
+    return triton.norm_quantize(*_operands(arguments))
+
+
+def _operands(arguments: tuple[Any, ...]) -> list[Any]:
+    return [*arguments[:9], *map(scaling_of, arguments[9:12]), *arguments[12:]]
 
 
 def _fake(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
@@ -156,13 +168,15 @@ def _fake(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
         *empty_operand(x, rest[10], T, K),
         torch.empty_like(rstd) if kind == "layer_norm" else rstd.new_empty(0),
         rstd,
+        x.new_empty((T, K) if rest[11] else 0),
     )
 
 
 _op = register(
     "norm_quantize(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? quant_scale, "
     "Tensor(a!)? amax_out, float eps, str kind, bool zero_centered_gamma, str scaling, str column_scaling, "
-    "str store_scaling) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "str store_scaling, bool keeps_norm, Tensor? rows_of=None, Tensor? row_weights=None) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_reference,
     fake=_fake,
     cuda=_cuda,

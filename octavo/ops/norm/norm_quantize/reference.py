@@ -3,6 +3,7 @@
 import torch
 
 from octavo.numerics.scaling import Scaling
+from octavo.ops.moe.reference import combine_reference
 from octavo.ops.norm import reference as norm
 from octavo.ops.quantize import reference as quantizer
 
@@ -20,11 +21,16 @@ def norm_quantize(
     scaling: Scaling,
     column_scaling: Scaling | None,
     store_scaling: Scaling | None,
+    keeps_norm: bool = False,
+    rows_of: torch.Tensor | None = None,
+    row_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """(row codes, scale, column codes, scale, x + residual, stored codes, scale, mean, rstd); what is unused is empty.
+    """(row codes, scale, column codes, scale, x + residual, stored codes, scale, mean, rstd, norm), unused ones empty.
 
     The pairs are as the quantizers' own reference makes them.
     """
+    if residual is not None and rows_of is not None:
+        residual = combine_reference(residual, rows_of, row_weights)
     y, summed, mean, rstd = norm.forward(x, weight, bias, residual, eps, kind, zero_centered_gamma)
     stream = x if residual is None else summed
     nothing = (x.new_empty(0), rstd.new_empty(0))
@@ -32,4 +38,4 @@ def norm_quantize(
     assert rows is not None, "rows are always made"
     column_parts = nothing if columns is None else (columns.qdata, columns.scale)
     stored = nothing if store_scaling is None else quantizer.rows(stream, store_scaling)
-    return (rows.qdata, rows.scale, *column_parts, summed, *stored, mean, rstd)
+    return (rows.qdata, rows.scale, *column_parts, summed, *stored, mean, rstd, y if keeps_norm else x.new_empty(0))

@@ -17,6 +17,7 @@ from octavo.numerics.infinity import infinity_flag
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops._runtime.launch.triton import EARLY_ROWS, can_begin_early, launcher_of, on_device_of
+from octavo.ops.moe.triton import combine_rows
 from octavo.ops.norm.triton import (
     LONGEST_ROW,
     NormLaunch,
@@ -37,6 +38,9 @@ TENSOR_AMAX_LOOP = (4, 1, 1)
 # And how many times those warps where ranks exchange: a message waits for no other.
 EXCHANGE_WARPS = 2
 
+# And where experts' rows are added up: the fewer of a row's elements a thread has, the sooner it asks for all rows.
+EXPERT_WARPS = 4
+
 ROW_LOCAL_KINDS = ("per_row", "block_1x128", "mx_1x32")
 
 
@@ -53,8 +57,17 @@ def norm_quantize(
     scaling: Scaling,
     column_scaling: Scaling | None,
     store_scaling: Scaling | None,
+    keeps_norm: bool = False,
+    rows_of: torch.Tensor | None = None,
+    row_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """As reference.norm_quantize, on a GPU; x has elements."""
+    experts = None
+    if residual is not None and rows_of is not None and row_weights is not None:
+        if x.shape[1] > LONGEST_ROW:
+            residual = combine_rows(residual, rows_of, row_weights)
+        else:  # what is put together is the kernel's x
+            x, residual, experts = residual, x, ExpertSum(rows_of, row_weights)
     if x.shape[1] > LONGEST_ROW:  # too long for one program: the norm, then the quantizers
         y, summed, mean, rstd = norm_forward(x, weight, bias, residual, eps, kind, zero_centered_gamma)
         rows, columns = quantize_matrix(y, scaling, column_scaling, quant_scale, amax_out)
@@ -63,14 +76,17 @@ def norm_quantize(
             stored, _ = quantize_matrix(x if residual is None else summed, store_scaling, None)
     else:
         norm = NormLaunch.of(x, weight, bias, residual, kind)
-        call = _Call(norm, {"ZERO_CENTERED": zero_centered_gamma, "enable_fp_fusion": norm.fuses})
+        y = torch.empty((len(norm.outputs[2]), x.shape[1]) if keeps_norm else 0, dtype=x.dtype, device=x.device)
+        # of experts' rows a product is rounded before it is added
+        options = {"ZERO_CENTERED": zero_centered_gamma, "enable_fp_fusion": norm.fuses and experts is None}
+        call = _Call(norm, y if keeps_norm else None, options, experts)
         with on_device_of(x):
             rows, columns, stored = call.run(eps, scaling, column_scaling, store_scaling, quant_scale, amax_out)
         summed, mean, rstd = norm.results
     assert rows is not None, "rows are always made"
     nothing = (x.new_empty(0), rstd.new_empty(0))
     pairs = [nothing if q is None else (q.qdata, q.scale) for q in (columns, stored)]
-    return (rows.qdata, rows.scale, *pairs[0], summed, *pairs[1], mean, rstd)
+    return (rows.qdata, rows.scale, *pairs[0], summed, *pairs[1], mean, rstd, y if keeps_norm else x.new_empty(0))
 
 
 class RankExchange(NamedTuple):
@@ -83,6 +99,18 @@ class RankExchange(NamedTuple):
 
     places: Places
     is_sum: bool
+
+
+class ExpertSum(NamedTuple):
+    """How the rows of experts [R, K], in the place of x, become tokens'.
+
+    Attributes:
+        rows: [T, S] int64, those of each token.
+        weights: [T, S] fp32, what each is multiplied by.
+    """
+
+    rows: torch.Tensor
+    weights: torch.Tensor
 
 
 def can_exchange(part: torch.Tensor, K: int, scaling: Scaling) -> bool:
@@ -100,7 +128,7 @@ def exchange_norm_quantize(
     """(codes, x + residual, mean, rstd) of an x of which each rank has a part, where can_exchange allows."""
     options = {"ZERO_CENTERED": zero_centered_gamma, "enable_fp_fusion": norm.fuses}
     with on_device_of(norm.sources[0]):
-        rows, _, _ = _Call(norm, options, exchange).run(eps, scaling, None, None, None, None)
+        rows, _, _ = _Call(norm, None, options, exchange).run(eps, scaling, None, None, None, None)
     assert rows is not None, "rows are always made"
     return rows, *norm.results
 
@@ -108,9 +136,15 @@ def exchange_norm_quantize(
 class _Call:
     """One call's operands and outputs, and the launches that turn the ones into the others."""
 
-    def __init__(self, norm: NormLaunch, options: dict[str, bool], exchange: RankExchange | None = None) -> None:
-        self.norm, self.options, self.exchange = norm, options, exchange
-        self.x, self.T, self.K = norm.sources[0], norm.sources[0].shape[0], norm.sources[2].numel()
+    def __init__(
+        self,
+        norm: NormLaunch,
+        y: torch.Tensor | None,
+        options: dict[str, bool],
+        exchange: RankExchange | ExpertSum | None = None,
+    ) -> None:
+        self.norm, self.y, self.options, self.exchange = norm, y, options, exchange
+        self.x, self.T, self.K = norm.sources[0], len(norm.outputs[2]), norm.sources[2].numel()
 
     def run(
         self,
@@ -175,8 +209,12 @@ class _Call:
         loop = COLUMN_AMAX_LOOP if outs[2] is not None else TENSOR_AMAX_LOOP if outs[3] is not None else (1, 1, 1)
         row_tiles, more_warps, stages = loop
         early = self.T <= EARLY_ROWS and can_begin_early(self.x.device)
-        way, shared = None, None
-        if self.exchange is not None:
+        way: tuple[Any, ...] | None = None
+        shared: tuple[Any, ...] | None = None
+        if isinstance(self.exchange, ExpertSum):
+            more_warps *= EXPERT_WARPS
+            way, shared = (0, self.exchange.rows.shape[1]), tuple(self.exchange)
+        elif self.exchange is not None:
             more_warps = EXCHANGE_WARPS
             places, is_sum = self.exchange
             way = (places.world, is_sum, self._is_few(rows, block_k))
@@ -186,7 +224,7 @@ class _Call:
             EARLY=early, launch_pdl=early, num_warps=num_warps * more_warps, **self.options,
         )  # fmt: skip
         infinite = None if outs[3] is None else infinity_flag(self.x.device)
-        operands = (*outs, infinite, *self.norm.outputs, *self.norm.sources, shared, *self.norm.strides)
+        operands = (*outs, infinite, self.y, *self.norm.outputs, *self.norm.sources, shared, *self.norm.strides)
         launch((triton.cdiv(self.T, rows * row_tiles),), *operands, self.T, self.K, eps)
 
     def _is_few(self, rows: int, block_k: int) -> bool:

@@ -5,7 +5,13 @@ import torch
 
 from octavo.errors import ShapeError
 from octavo.numerics import QuantizedTensor, Scaling
-from octavo.ops.gemm.grouped_mm import grouped_mm, grouped_mm_columns, scaled_grouped_mm, scaled_grouped_mm_columns
+from octavo.ops.gemm.grouped_mm import (
+    Gather,
+    grouped_mm,
+    grouped_mm_columns,
+    scaled_grouped_mm,
+    scaled_grouped_mm_columns,
+)
 from octavo.ops.gemm.hp_mm import hp_mm
 from octavo.ops.gemm.scaled_mm import scaled_mm
 from octavo.ops.quantize import quantize, quantize_columns
@@ -90,6 +96,23 @@ def test_scaled_rows_are_those_of_the_dense_product(pair, whole, generator, devi
     assert not out[-TAIL:].any() and not library[-TAIL:].any()
 
 
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_gathered_rows_are_those_of_copies(pair, exact, generator, device):
+    """On the library's path, on our own and in the reference."""
+    num_rows = sum(SIZES) + TAIL
+    x, weights, offsets = operands(generator, device)
+    slots = torch.randperm(2 * num_rows, generator=generator)[:num_rows].to(device)
+    scaling, weight_scaling = PAIRS[pair]
+    a = quantize(x, scaling)
+    codes = [quantize(w, weight_scaling) for w in weights]
+    scale = a.scale if pair == "tensorwise" else a.scale[slots // 2]
+    copied = QuantizedTensor(a.qdata.view(torch.uint8)[slots // 2].view(a.qdata.dtype), scale, scaling)
+    expected = scaled_grouped_mm(copied, codes, offsets, exact=exact)
+    assert expected.any()
+    assert_bitwise(scaled_grouped_mm(a, codes, offsets, gather=Gather(slots, 2), exact=exact), expected)
+
+
 @pytest.mark.parametrize("kind", ["per_row", "block_1x128", "per_tensor"])
 def test_scaled_columns_are_each_groups_own(kind, generator, device):
     sizes = [128, 0, 256, 128]
@@ -114,5 +137,8 @@ def test_bad_shapes_are_refused(generator):
     a = quantize(x, Scaling.per_row())
     codes = [quantize(w, Scaling.per_row()) for w in weights]
     assert_raises(ShapeError, "codes of 4 weights", scaled_grouped_mm, a, codes[1:], offsets)
+    square = quantize(x, Scaling.block_128x128())
+    with pytest.raises(ShapeError, match="blocks of one row"):
+        scaled_grouped_mm(square, codes, offsets, gather=Gather(torch.zeros(4, dtype=torch.int64), 1))
     with pytest.raises(ShapeError, match="agree in R"):
         scaled_grouped_mm_columns(a, quantize(x[:, 16:], Scaling.per_row()), offsets)

@@ -5,6 +5,7 @@ import torch
 
 from octavo.errors import RecipeError, ShapeError
 from octavo.numerics import Scaling
+from octavo.ops.moe import ExpertRows, combine_rows, moe_routing
 from octavo.ops.norm.layer_norm import layer_norm
 from octavo.ops.norm.norm_quantize import norm_quantize
 from octavo.ops.norm.rms_norm import rms_norm
@@ -39,7 +40,8 @@ def test_it_equals_its_parts(shape, scaling, column_scaling, kind, generator, de
     bias = bias if kind == "layer_norm" else None
     fields = {"bias": bias, "eps": 1e-6, "kind": kind, "scaling": scaling, "column_scaling": column_scaling}
     for added, store in [(None, None), (residual, BLOCK)]:
-        found = norm_quantize(x, weight, residual=added, store_scaling=store, **fields)
+        is_kept = added is not None
+        found = norm_quantize(x, weight, residual=added, store_scaling=store, keeps_norm=is_kept, **fields)
         stream = x if added is None else x + residual
         y = rms_norm(stream, weight, 1e-6) if kind == "rms_norm" else layer_norm(stream, weight, bias, 1e-6)
         check(found.rows, quantize(y, scaling), "row")
@@ -50,7 +52,25 @@ def test_it_equals_its_parts(shape, scaling, column_scaling, kind, generator, de
         if added is not None:
             assert_bitwise(found.summed, stream)
             check(found.stored, quantize(stream, store), "stored")
+            assert_bitwise(found.normed, y)
+        assert (found.normed is not None) == is_kept
         assert found.rstd.shape == shape[:1] and (found.mean is None) == (kind == "rms_norm")
+
+
+@pytest.mark.parametrize("scaling", [BLOCK, ROW, TENSOR], ids=lambda s: s.kind)
+@pytest.mark.parametrize("tokens", [0, 1, 37])
+def test_rows_of_experts_are_added_up_first(tokens, scaling, generator, device):
+    x, weight, logits = (sample(shape, generator, device) for shape in ((tokens, 256), (256,), (tokens, 8)))
+    routing = moe_routing(logits, 3, normalize=True, alignment=16)
+    rows = ExpertRows(sample((routing.slots.numel(), 256), generator, device), routing)
+    added = combine_rows(*rows)
+    assert rows.shape == added.shape and rows.dtype == added.dtype
+    options = {"eps": 1e-6, "kind": "rms_norm", "scaling": scaling, "keeps_norm": True}
+    found, wanted = (norm_quantize(x, weight, residual=each, **options) for each in (rows, added))
+    check(found.rows, wanted.rows, "row")
+    assert_all_bitwise((found.summed, found.normed, found.rstd), (x + added, wanted.normed, wanted.rstd))
+    with pytest.raises(ShapeError, match="residual must have x's shape"):
+        norm_quantize(x[:, :128], weight[:128], residual=rows, **options)
 
 
 @KINDS
@@ -90,9 +110,10 @@ def test_the_compiler_sees_one_op(generator, device):
 
     def run(x, weight):
         found = norm_quantize(
-            x, weight, eps=1e-6, kind="rms_norm", scaling=BLOCK, column_scaling=SQUARE, residual=x, store_scaling=ROW
-        )
-        return found.rows.qdata, found.columns.scale, found.summed, found.stored.qdata, found.rstd
+            x, weight, eps=1e-6, kind="rms_norm", scaling=BLOCK, column_scaling=SQUARE, residual=x, store_scaling=ROW,
+            keeps_norm=True,
+        )  # fmt: skip
+        return found.rows.qdata, found.columns.scale, found.summed, found.stored.qdata, found.rstd, found.normed
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     assert_all_bitwise(compiled(x, weight), run(x, weight))

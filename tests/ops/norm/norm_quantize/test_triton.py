@@ -5,6 +5,7 @@ import torch
 
 from octavo.numerics import Scaling
 from octavo.numerics.scaling import BLOCK_SIZES
+from octavo.ops.moe.triton import combine_rows
 from octavo.ops.norm import triton as norm
 from octavo.ops.norm.norm_quantize import triton as kernels
 from octavo.ops.quantize import reference as quantizer
@@ -49,6 +50,7 @@ def check(
     store: Scaling | None = None,
     zero_centered_gamma: bool = False,
     dtype: torch.dtype = torch.float8_e4m3fn,
+    keeps_norm: bool = False,
 ) -> None:
     """The fused call against the plain norm kernel and the quantizers' reference."""
     weight, bias = (generate("normal", (x.shape[1],), x.dtype, seed=s, device=DEVICE) for s in (2, 3))
@@ -58,14 +60,14 @@ def check(
     amaxes = [torch.tensor([0.5], device=DEVICE) if is_known else None for _ in range(2)]
     scalings = [None if name is None else retyped(SCALINGS[name], dtype) for name in (rows, columns)]
     found = kernels.norm_quantize(
-        x, weight, bias, residual, quant_scale, amaxes[0], 1e-5, kind, zero_centered_gamma, *scalings, store
+        x, weight, bias, residual, quant_scale, amaxes[0], 1e-5, kind, zero_centered_gamma, *scalings, store, keeps_norm
     )
     y, summed, mean, rstd = norm.norm_forward(x, weight, bias, residual, 1e-5, kind, zero_centered_gamma)
     wanted = [*quantizer.rows(y, scalings[0], quant_scale, amaxes[1])]
     wanted += [None, None] if columns is None else quantizer.columns(y, scalings[1], quant_scale)
     stored = [None, None] if store is None else quantizer.rows(x if residual is None else summed, store)
-    wanted += [summed, *stored, mean, rstd]
-    names = ["rows", "row scale", "columns", "column scale", "sum", "stored", "stored scale", "mean", "rstd"]
+    wanted += [summed, *stored, mean, rstd, y if keeps_norm else None]
+    names = ["rows", "row scale", "columns", "column scale", "sum", "stored", "stored scale", "mean", "rstd", "norm"]
     for name, ours, theirs in zip(names, found, wanted, strict=True):
         assert theirs is not None or ours.numel() == 0
         if theirs is not None:
@@ -92,6 +94,40 @@ def test_residual_and_saved_input(store: Scaling) -> None:
     for (kind, shape), (rows, columns) in zip([SMALL[0], SMALL[1], SMALL[0]], pairs, strict=True):
         x, residual = (generate("heavy_tailed", shape, torch.bfloat16, seed=s, device=DEVICE) for s in (0, 1))
         check(x, kind, rows, columns, residual=residual, store=store, zero_centered_gamma=True)
+
+
+@KINDS
+@pytest.mark.parametrize("rows", ["block_1x128", "per_row", "known", "per_tensor"])
+def test_the_norm_beside_its_codes(rows: str, kind: str) -> None:
+    for shape in ((37, 160), (3, 133)):
+        x, residual = (generate("heavy_tailed", shape, torch.bfloat16, seed=s, device=DEVICE) for s in (0, 1))
+        check(x, kind, rows, None, residual=residual, keeps_norm=True)
+
+
+@KINDS
+@pytest.mark.parametrize("source_dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("rows", ["block_1x128", "per_row", "known", "per_tensor"])
+def test_rows_of_experts_are_added_up_first(rows, source_dtype, kind, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """As combine_rows does, whatever their number; also where a row is too long for one program."""
+    T, K, slots = 21, 160, 3
+    x = generate("normal", (T, K), source_dtype, seed=0, device=DEVICE)
+    weight, bias = (generate("normal", (K,), source_dtype, seed=s, device=DEVICE) for s in (2, 3))
+    of_experts = generate("heavy_tailed", (T * slots + 5, 2 * K), source_dtype, seed=1, device=DEVICE)[:, :K]
+    order = torch.randperm(T * slots + 5, generator=torch.Generator().manual_seed(0))[: T * slots]
+    rows_of = order.view(T, slots).to(DEVICE)
+    row_weights = torch.rand(T, slots, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    scale = torch.tensor([30.0], device=DEVICE) if rows == "known" else None
+    rest = (scale, None, 1e-5, kind, False, SCALINGS[rows], None, None, True)
+    operands = (x, weight, bias if kind == "layer_norm" else None)
+    added = combine_rows(of_experts, rows_of, row_weights)
+    for longest in (kernels.LONGEST_ROW, 128):
+        monkeypatch.setattr(kernels, "LONGEST_ROW", longest)
+        monkeypatch.setattr(norm, "LONGEST_ROW", longest)
+        wanted = kernels.norm_quantize(*operands, added, *rest)
+        found = kernels.norm_quantize(*operands, of_experts, *rest, rows_of, row_weights)
+        assert_bitwise(found[4], x + added)
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert_bitwise(ours, theirs)
 
 
 @KINDS
@@ -122,7 +158,7 @@ def test_rows_too_long_for_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm, "CHUNK", 128)
     x, residual = (generate("normal", (4, 300), torch.bfloat16, seed=s, device=DEVICE) for s in (0, 1))
     for rows, columns in [("block_1x128", "block_128x128"), ("per_row", None), ("known", "known")]:
-        check(x, "layer_norm", rows, columns, residual=residual, store=Scaling())
+        check(x, "layer_norm", rows, columns, residual=residual, store=Scaling(), keeps_norm=True)
 
 
 @pytest.mark.skipif(is_interpreting(), reason="too large for the interpreter")

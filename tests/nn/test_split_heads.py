@@ -184,6 +184,7 @@ def test_a_context_that_looks_at_keys_gets_them_before_they_are_rounded(calls) -
     assert calls[:2] == [None, None] and None not in calls[2:] and len(seen) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch itself
 @pytest.mark.parametrize(("has_norms", "rounds"), [(True, False), (False, True)])
 def test_compiled_whole(has_norms, rounds, generator) -> None:

@@ -12,7 +12,6 @@ from octavo.models.checkpoint.kv_scales import KVScales
 from octavo.models.decoder import Decoder
 from octavo.nn import Linear, PackedContext
 from octavo.numerics import QuantizedTensor
-from octavo.ops.attention import PackedLengths
 
 K = TypeVar("K")
 # What is being done, how much of it is done, and how much there is.
@@ -111,17 +110,12 @@ def batches(sequences: Sequence[Sequence[int]]) -> Iterator[tuple[list[Sequence[
             group = []
 
 
-class _ObservingContext(PackedContext):
-    """Whole sequences whose K and V are looked at."""
+class _ObservingContext:
+    """Whole sequences whose K and V are looked at before they are rounded (nn.AttentionContext)."""
 
     def __init__(self, found: Amaxes, lengths: list[int], model: Decoder) -> None:
-        super().__init__(
-            PackedLengths.from_lengths(lengths, model.device),
-            kv_cache_dtype=model.numerics.kv_cache_dtype,
-            exact=model.numerics.exact,
-            attention_dtype=model.numerics.attention_dtype,
-            kv_table=model.kv_table,
-        )
+        self._packed = PackedContext.from_lengths(lengths, model.numerics, model.device, model.kv_table)
+        self.positions = self._packed.positions
         self._found = found
 
     def attend(
@@ -129,7 +123,7 @@ class _ObservingContext(PackedContext):
     ) -> torch.Tensor:
         _raise_to(self._found.keys, layer_index, k)
         _raise_to(self._found.values, layer_index, v)
-        return super().attend(layer_index, q, k, v, softmax_scale=softmax_scale)
+        return self._packed.attend(layer_index, q, k, v, softmax_scale=softmax_scale)
 
 
 def _observe(found: Amaxes, name: str, role: str, tensor: torch.Tensor, _: QuantizedTensor | None) -> None:

@@ -11,7 +11,6 @@ from octavo.models.checkpoint.kv_scales import KVScales
 from octavo.models.decoder import Decoder
 from octavo.models.scoring import sequence_logprobs
 from octavo.nn import PackedContext, token_logprobs
-from octavo.ops.attention import PackedLengths
 
 _MAX_LOG = 709.0  # exp of more overflows a double
 
@@ -67,11 +66,12 @@ def _static_kv_logprobs(
     return list(logprobs.split(lengths))
 
 
-class _StaticKVContext(PackedContext):
+class _StaticKVContext:
     """Whole sequences whose K and V go through E4M3 under one known scale a layer, or one a head."""
 
     def __init__(self, lengths: list[int], device: torch.device, kv_scales: tuple[KVScales, ...]) -> None:
-        super().__init__(PackedLengths.from_lengths(lengths, device))
+        self._packed = PackedContext.from_lengths(lengths, device=device)
+        self.positions = self._packed.positions
         self._kv_scales = kv_scales
 
     def attend(
@@ -79,7 +79,7 @@ class _StaticKVContext(PackedContext):
     ) -> torch.Tensor:
         scales = self._kv_scales[layer_index]
         k, v = _round(k, scales.k_scale), _round(v, scales.v_scale)
-        return super().attend(layer_index, q, k, v, softmax_scale=softmax_scale)
+        return self._packed.attend(layer_index, q, k, v, softmax_scale=softmax_scale)
 
 
 def _round(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:

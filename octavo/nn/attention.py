@@ -1,16 +1,20 @@
 """Self-attention with grouped queries: projections, optional QK-norm, RoPE; the context does the attending."""
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 from octavo.distributed.tensor_group import PartialRows, whole
 from octavo.errors import ShapeError
-from octavo.nn.attention_context import AttentionContext, CachingContext
+from octavo.nn.attention_context import AttentionContext, CachingContext, RoundingContext
 from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.functional.linear import quantize_input
 from octavo.nn.functional.norm_linear import can_infer
+from octavo.nn.functional.split_heads import split_heads
 from octavo.nn.fusion import FusedLayer, fusable
 from octavo.nn.linear import Linear
-from octavo.nn.rms_norm import RMSNorm
+from octavo.nn.rms_norm import RMSNorm, shared
 from octavo.nn.rope import RotaryEmbedding
 from octavo.numerics.recipe import Recipe
 from octavo.ops.attention.qkv_cache import HeadNorms, Rotation
@@ -65,27 +69,43 @@ class Attention(FusedLayer):
 
     def attend(self, qkv: torch.Tensor, context: AttentionContext) -> torch.Tensor | PartialRows:
         """What follows the projection: qkv [T, sum of its parts] -> [T, hidden_size], or this rank's part of it."""
-        tokens = qkv.shape[0]
-        if isinstance(context, CachingContext) and self.fuses(self.rope, *self._norms()):
-            recipe = effective_recipe(self.o_proj.recipe)
-            out = context.attend_qkv(
-                self.layer_index, qkv, self._rotation(context), self._head_norms(),
-                softmax_scale=self.head_dim**-0.5, out_scaling=recipe.input if self._takes_codes(recipe) else None,
-            )  # fmt: skip
-            if isinstance(out, torch.Tensor):
-                out = out.view(tokens, self.num_heads * self.head_dim)
-                if not self._takes_codes(recipe):
-                    return self.o_proj(out)
-                out = quantize_input(out, self.o_proj.begin(recipe), columns=False, observe=False)[0]
-            return self.o_proj.infer_parts(out, self.o_proj.plan_for(recipe), qkv.dtype)
+        is_fused = self.fuses(self.rope, *self._norms())
+        if is_fused and isinstance(context, CachingContext):
+            return self._attend_cached(qkv, context)
+        attend: Callable[..., torch.Tensor] = context.attend
+        if is_fused:
+            rounding = context.kv_rounding(self.layer_index) if isinstance(context, RoundingContext) else None
+            how = (self._rotation(context), self._head_norms(), rounding)
+            heads = split_heads(qkv, self.num_kv_heads, self.head_dim, *how)
+            attend = attend if rounding is None else functools.partial(attend, kv_is_rounded=True)
+        else:
+            heads = self._heads_by_modules(qkv, context.positions)
+        out = attend(self.layer_index, *heads, softmax_scale=self.head_dim**-0.5)
+        return self.o_proj(out.reshape(-1, self.num_heads * self.head_dim))
+
+    def _attend_cached(self, qkv: torch.Tensor, context: CachingContext) -> torch.Tensor | PartialRows:
+        """The same where the context norms, rotates and caches."""
+        recipe = effective_recipe(self.o_proj.recipe)
+        out = context.attend_qkv(
+            self.layer_index, qkv, self._rotation(context), self._head_norms(),
+            softmax_scale=self.head_dim**-0.5, out_scaling=recipe.input if self._takes_codes(recipe) else None,
+        )  # fmt: skip
+        if isinstance(out, torch.Tensor):
+            out = out.view(qkv.shape[0], self.num_heads * self.head_dim)
+            if not self._takes_codes(recipe):
+                return self.o_proj(out)
+            out = quantize_input(out, self.o_proj.begin(recipe), columns=False, observe=False)[0]
+        return self.o_proj.infer_parts(out, self.o_proj.plan_for(recipe), qkv.dtype)
+
+    def _heads_by_modules(
+        self, qkv: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Split, norms and RoPE one after the other, each with its hooks: what split_heads does at once."""
         q, k, v = qkv.split(self.qkv_proj.parts, dim=-1)
-        q = q.reshape(tokens, self.num_heads, self.head_dim)
-        k, v = (y.reshape(tokens, self.num_kv_heads, self.head_dim) for y in (k, v))
+        q, k, v = (y.reshape(qkv.shape[0], -1, self.head_dim) for y in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rope(q, context.positions), self.rope(k, context.positions)
-        out = context.attend(self.layer_index, q, k, v, softmax_scale=self.head_dim**-0.5)
-        return self.o_proj(out.reshape(tokens, self.num_heads * self.head_dim))
+        return self.rope(q, positions), self.rope(k, positions), v
 
     def _takes_codes(self, recipe: Recipe) -> bool:
         """Whether o_proj would make codes of its input by itself alone: no scale is known, no hook looks at it."""
@@ -102,4 +122,5 @@ class Attention(FusedLayer):
     def _head_norms(self) -> HeadNorms | None:
         if self.q_norm is None or self.k_norm is None:
             return None
-        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.exact)
+        q_weight, k_weight = (shared(norm.weight, norm.tensor_group) for norm in (self.q_norm, self.k_norm))
+        return HeadNorms(q_weight, k_weight, self.q_norm.eps, self.q_norm.exact)

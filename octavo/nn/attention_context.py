@@ -10,12 +10,14 @@ from octavo.numerics.contract import Numerics
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops.attention import (
+    KVRounding,
     KVScaleTable,
     LayerKVScales,
     PackedLengths,
     attention_packed,
     attention_packed_backward,
     quantize_kv,
+    round_kv,
 )
 from octavo.ops.attention.qkv_cache import HeadNorms, Rotation
 
@@ -55,6 +57,28 @@ class CachingContext(AttentionContext, Protocol):
         Args:
             out_scaling: how what comes next will quantize the result; the context may return these codes [T, H * D].
         """
+        ...
+
+
+@runtime_checkable
+class RoundingContext(AttentionContext, Protocol):
+    """A context whose keys and values may come rounded as its FP8 cache rounds them, by what has them in hand."""
+
+    def kv_rounding(self, layer_index: int) -> KVRounding | None:
+        """How they are to be rounded before attend, which is then told so; None: it takes them as they are."""
+        ...
+
+    def attend(
+        self,
+        layer_index: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        softmax_scale: float,
+        kv_is_rounded: bool = False,
+    ) -> torch.Tensor:
+        """See AttentionContext.attend."""
         ...
 
 
@@ -119,28 +143,49 @@ class PackedContext:
             kv_table=kv_table,
         )
 
+    def kv_rounding(self, layer_index: int) -> KVRounding | None:
+        """See RoundingContext; None too where attention itself makes codes of them."""
+        return self._rounding(*self._numerics(layer_index))
+
     def attend(
-        self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float
+        self,
+        layer_index: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        softmax_scale: float,
+        kv_is_rounded: bool = False,
     ) -> torch.Tensor:
-        """See AttentionContext.attend."""
-        dtypes, known = (self.kv_cache_dtype, self.attention_dtype), None
-        if self.kv_table is not None:
-            known = self.kv_table.layer(layer_index)
-            dtypes = dtypes if known is not None else ("bf16", "bf16")
+        """See RoundingContext.attend."""
+        dtypes, known = self._numerics(layer_index)
         if self.exact or dtypes[1] == "fp8":
             return _ExactAttention.apply(q, k, v, self.lengths, softmax_scale, dtypes, known)
-        if dtypes[0] == "fp8":
-            k, v = (_RoundKV.apply(x, known, i) for i, x in enumerate((k, v)))
+        rounding = self._rounding(dtypes, known)
+        if rounding is not None and not kv_is_rounded:
+            k, v = (_RoundKV.apply(x, rounding, i) for i, x in enumerate((k, v)))
         return attention_packed(q, k, v, self.lengths, softmax_scale=softmax_scale)[0]
+
+    def _numerics(self, layer_index: int) -> tuple[tuple[str, str], LayerKVScales | None]:
+        """The dtypes of a layer's cache and attention, and the known scales of its K and V."""
+        dtypes = (self.kv_cache_dtype, self.attention_dtype)
+        if self.kv_table is None:
+            return dtypes, None
+        known = self.kv_table.layer(layer_index)
+        return dtypes if known is not None else ("bf16", "bf16"), known
+
+    def _rounding(self, dtypes: tuple[str, str], known: LayerKVScales | None) -> KVRounding | None:
+        if self.exact or dtypes != ("fp8", "bf16"):
+            return None
+        return KVRounding() if known is None else KVRounding(known.scale, known.quant_scale)
 
 
 class _RoundKV(torch.autograd.Function):
     """K or V as the FP8 cache would return it; the gradient passes straight through."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, known: LayerKVScales | None, role: int) -> torch.Tensor:
-        codes, scale = quantize_kv(x, known, role)
-        return (codes.float() * scale[..., None]).to(x.dtype)
+    def forward(ctx: Any, x: torch.Tensor, rounding: KVRounding, role: int) -> torch.Tensor:
+        return round_kv(x, rounding, role)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:

@@ -68,4 +68,4 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         positions, cos, sin = ctx.saved_tensors
-        return apply_rope(grad, positions, cos, -sin, interleaved=ctx.interleaved), None, None, None, None
+        return apply_rope(grad, positions, cos, sin, interleaved=ctx.interleaved, back=True), None, None, None, None

@@ -92,8 +92,8 @@ def saved_by_layer(layer: DecoderLayer | ParallelDecoderLayer, model: Decoder, n
 def _of_attention(attn: Attention, model: Decoder, num_tokens: int) -> list[Saved]:
     config, size, hp = model.config, model.dtype.itemsize, _name(model.dtype)
     q_dim, kv_dim = attn.num_heads * attn.head_dim, attn.num_kv_heads * attn.head_dim  # of a rank that cuts them
-    # q and k after RoPE, v as a view that holds the whole of qkv, the output, and the log-sum-exps
-    attention = num_tokens * (q_dim + kv_dim + (q_dim + 2 * kv_dim) + q_dim) * size
+    # q and k after RoPE, v, the output, and the log-sum-exps; with QK-norm the whole of qkv, of which v is a view
+    attention = num_tokens * (2 * q_dim + 2 * kv_dim + (q_dim + kv_dim if config.qk_norm else 0)) * size
     rows = [Saved(ATTENTION, hp, attention), Saved(ATTENTION, "fp32", 4 * num_tokens * attn.num_heads)]
     if config.qk_norm:
         for dim, heads in ((q_dim, attn.num_heads), (kv_dim, attn.num_kv_heads)):

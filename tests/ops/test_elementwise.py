@@ -69,6 +69,7 @@ def test_rope_turns_a_part_of_each_head(interleaved, dtype, generator, device):
             )
     back = apply_rope(out.float(), positions, cos, -sin, interleaved=interleaved)
     torch.testing.assert_close(back, x.float(), rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert_bitwise(apply_rope(out.float(), positions, cos, sin, interleaved=interleaved, back=True), back)
 
 
 def test_bad_input_is_refused():

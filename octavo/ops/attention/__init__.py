@@ -14,11 +14,13 @@ from octavo.ops.attention import reference
 from octavo.ops.attention.cache import (
     KV_SCALING,
     PAGE_SIZE,
+    KVRounding,
     PagedKVLayer,
     allocate_kv_layer,
     as_pages,
     check_attention_dtype,
     quantize_kv,
+    round_kv,
     write_kv,
 )
 from octavo.ops.attention.kv_scales import KVScaleTable, LayerKVScales, LayerShares
@@ -29,6 +31,7 @@ from octavo.ops.quantize import quantize
 __all__ = [
     "KV_SCALING",
     "PAGE_SIZE",
+    "KVRounding",
     "KVScaleTable",
     "LayerKVScales",
     "LayerShares",
@@ -42,6 +45,7 @@ __all__ = [
     "attention_packed_backward",
     "attention_paged",
     "quantize_kv",
+    "round_kv",
     "write_kv",
 ]
 

@@ -4,6 +4,7 @@ Legend: T tokens, KH kv heads, D head_dim; a page holds PAGE_SIZE tokens.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,18 @@ from octavo.ops.quantize import quantize
 
 PAGE_SIZE = 64
 KV_SCALING = Scaling.per_row(torch.float8_e4m3fn)  # one scale a token and kv head
+
+
+class KVRounding(NamedTuple):
+    """How the FP8 cache rounds one layer's K and V: under known scales, or one a token and head where they are None.
+
+    Attributes:
+        scale: [2] fp32 decode scales of K and of V.
+        quant_scale: [2] fp32, their reciprocals.
+    """
+
+    scale: torch.Tensor | None = None
+    quant_scale: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +102,7 @@ def check_attention_dtype(attention_dtype: str, kv_cache_dtype: str) -> None:
 
 
 def quantize_kv(
-    x: torch.Tensor, known: LayerKVScales | None = None, role: int = 0
+    x: torch.Tensor, known: LayerKVScales | KVRounding | None = None, role: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize keys or values (or queries, for FP8 attention), one scale a token and head, or under known scales.
 
@@ -101,11 +114,18 @@ def quantize_kv(
         (codes [T, KH, D] E4M3, scale [T, KH] fp32).
     """
     tokens, heads, dim = x.shape
-    if known is not None:
-        rows = quantize(x.reshape(tokens * heads, dim), KNOWN_SCALING, quant_scale=known.quant_scale[role])
-        return rows.qdata.view(tokens, heads, dim), known.scale[role].expand(tokens, heads).clone()
+    scale, quant_scale = (None, None) if known is None else (known.scale, known.quant_scale)
+    if scale is not None and quant_scale is not None:
+        rows = quantize(x.reshape(tokens * heads, dim), KNOWN_SCALING, quant_scale=quant_scale[role])
+        return rows.qdata.view(tokens, heads, dim), scale[role].expand(tokens, heads).clone()
     q = quantize(x.reshape(tokens * heads, dim), KV_SCALING)
     return q.qdata.view(tokens, heads, dim), q.scale.view(tokens, heads)
+
+
+def round_kv(x: torch.Tensor, rounding: KVRounding, role: int) -> torch.Tensor:
+    """Keys or values [T, KH, D] as the FP8 cache returns them; role as in quantize_kv."""
+    codes, scale = quantize_kv(x, rounding, role)
+    return (codes.float() * scale[..., None]).to(x.dtype)
 
 
 def write_kv(layer: PagedKVLayer, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -182,4 +202,13 @@ def _store(
             scales[page, :, offset] = scale
 
 
-__all__ = ["KV_SCALING", "PAGE_SIZE", "PagedKVLayer", "allocate_kv_layer", "quantize_kv", "write_kv"]
+__all__ = [
+    "KV_SCALING",
+    "PAGE_SIZE",
+    "KVRounding",
+    "PagedKVLayer",
+    "allocate_kv_layer",
+    "quantize_kv",
+    "round_kv",
+    "write_kv",
+]

@@ -33,16 +33,36 @@ PARTIAL_TILE = (32, 32, 4)  # partial sums, columns and warps of the last sum
 
 
 @triton.jit
-def tree_sum(x):
-    """Sums of the rows of x [ROWS, N] in an order of its own: pairs of neighbours thrice, then halves. -> [ROWS]"""
-    for step in tl.static_range(24):
+def tree_sum(x, DONE: tl.constexpr = 0):
+    """Sums of the rows of x [ROWS, N] in an order of its own: pairs of neighbours thrice, then halves. -> [ROWS]
+
+    DONE: steps that were made before.
+    """
+    for step in tl.static_range(DONE, 24):
         if x.shape[1] > 1:
             # A sum of two is the same in either order, so no layout can change it. Neighbours lie in one thread.
             if step < 3:
-                x = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), axis=2)
+                x = _neighbour_sums(x)
             else:
                 x = tl.sum(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), axis=1)
     return tl.reshape(x, [x.shape[0]])
+
+
+@triton.jit
+def tree_sum_of_pairs(first, second, INTERLEAVED: tl.constexpr):
+    """tree_sum of rows given as two halves [ROWS, N / 2] of 8 numbers or more, or every second number of each."""
+    if INTERLEAVED:
+        total = tree_sum(first + second, 1)
+    else:
+        for _ in tl.static_range(3):
+            first, second = _neighbour_sums(first), _neighbour_sums(second)
+        total = tree_sum(first + second, 4)
+    return total
+
+
+@triton.jit
+def _neighbour_sums(x):
+    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), axis=2)
 
 
 @triton.jit
@@ -385,6 +405,12 @@ def _store_grad(grad_x, grad_residual, inner, row_rstd, stride_rm, K, first_row,
 
 
 @triton.jit
+def without_share(scaled, normed, product_mean):
+    """scaled - normed * product_mean, rounded once: left to the compiler, kernels would differ in what is fused."""
+    return tl.fma(normed, product_mean * -1.0, scaled)  # a minus sign would be 0 - x, which has another zero
+
+
+@triton.jit
 def norm_backward_rows(
     grad_x, weight_sums, bias_sums, grad, stored, scale, weight, mean, rstd, grad_residual,
     stride_gm, stride_xm, stride_sm, stride_sk, stride_rm, T, K,
@@ -410,7 +436,7 @@ def norm_backward_rows(
         if mean is not None:
             bias_sum += wide
         scaled = wide * gamma
-        inner = scaled - normed * tl.div_rn(tree_sum(scaled * normed), size)[:, None]
+        inner = without_share(scaled, normed, tl.div_rn(tree_sum(scaled * normed), size)[:, None])
         if mean is not None:
             inner = inner - tl.div_rn(tree_sum(scaled), size)[:, None]
         _store_grad(grad_x, grad_residual, inner, row_rstd, stride_rm, K, first_row, rows, cols, is_in)
@@ -611,7 +637,7 @@ def norm_backward(
     with on_device_of(grad):
         launch = _backward_rows if grad.shape[1] <= BACKWARD_LONGEST_ROW else _backward_long_rows
         sums = launch(grad_x, grad, saved, (*strides, last_stride), zero_centered_gamma, group)
-        grad_weight, grad_bias = _sum_partials(weight, *sums)
+        grad_weight, grad_bias = add_partials(weight, *sums)
     return grad_x, grad_weight, weight.new_empty(0) if grad_bias is None else grad_bias
 
 
@@ -669,11 +695,17 @@ def _backward_long_rows(
     return sums
 
 
-def _sum_partials(weight: torch.Tensor, weight_sums: torch.Tensor, bias_sums: torch.Tensor | None) -> Any:
+def add_partials(
+    weight: torch.Tensor,
+    weight_sums: torch.Tensor,
+    bias_sums: torch.Tensor | None,
+    tile: tuple[int, int, int] = PARTIAL_TILE,
+) -> Any:
+    """Sums over the programs of weight_sums and bias_sums [P, K] fp32, in weight's dtype; the tile is their order."""
     num_partials, K = weight_sums.shape
     grad_weight = torch.empty(K, dtype=weight.dtype, device=weight.device)
     grad_bias = None if bias_sums is None else torch.empty_like(grad_weight)
-    rows, block_k, num_warps = PARTIAL_TILE
+    rows, block_k, num_warps = tile
     launch = launcher_of(sum_partials, ROWS=rows, BLOCK_K=block_k, num_warps=num_warps)
     launch((triton.cdiv(K, block_k),), grad_weight, grad_bias, weight_sums, bias_sums, num_partials, K)
     return grad_weight, grad_bias

@@ -11,6 +11,7 @@ from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
 from octavo.ops.attention import KV_SCALING, PAGE_SIZE, PagedKVLayer
 from octavo.ops.attention.kv_scales import FLUSH_BOUND, FP8_MAX
 from octavo.ops.attention.qkv_cache.reference import HeadNorms, Rotation
+from octavo.ops.attention.rope.triton import split_pairs, store_pairs, turn_pairs
 from octavo.ops.norm.triton import inverse_root, tree_sum
 from octavo.ops.quantize.triton.casts import round_to, widen
 from octavo.ops.quantize.triton.device import amax_over, quant_scale_of
@@ -18,44 +19,6 @@ from octavo.ops.quantize.triton.plan import rule_of_rows
 
 ELEMENTS = 1024  # of a program, which is one warp
 LARGEST, FLUSHED = tl.constexpr(FP8_MAX), tl.constexpr(FLUSH_BOUND)
-
-
-@triton.jit
-def _turn(
-    values, position, cos, sin,
-    R: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Both elements of every pair, [R, HALF] each, of one token's values [R, 2 * HALF]: as they are, and turned.
-
-    Pairs are halves, or neighbours where INTERLEAVED, of which the first TURNED turn.
-    """
-    if INTERLEAVED:
-        first, second = tl.split(tl.reshape(values, [R, HALF, 2]))
-    else:
-        first, second = tl.split(tl.permute(tl.reshape(values, [R, 2, HALF]), (0, 2, 1)))
-    pair = tl.arange(0, HALF)[None, :]
-    if not INTERLEAVED:  # one copy for all rows would be handed round by shuffles there, more than reading it again
-        pair = tl.broadcast_to(pair, [R, HALF])
-    places = position * TURNED + pair
-    c = tl.load(cos + places, mask=pair < TURNED, other=0.0)
-    s = tl.load(sin + places, mask=pair < TURNED, other=0.0)
-    turned_first, turned_second = round_to(first * c - second * s, DTYPE), round_to(second * c + first * s, DTYPE)
-    if TURNED < HALF:
-        turned_first = tl.where(pair < TURNED, turned_first, first)
-        turned_second = tl.where(pair < TURNED, turned_second, second)
-    return first, second, turned_first, turned_second
-
-
-@triton.jit
-def _store_pairs(places, first, second, mask, R: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    first, second = first.to(places.dtype.element_ty), second.to(places.dtype.element_ty)
-    if INTERLEAVED:
-        d = tl.arange(0, 2 * HALF)[None, :]
-        tl.store(places[:, None] + d, tl.reshape(tl.join(first, second), [R, 2 * HALF]), mask=mask[:, None])
-    else:
-        d = tl.arange(0, HALF)[None, :]
-        tl.store(places[:, None] + d, first, mask=mask[:, None])
-        tl.store(places[:, None] + HALF + d, second, mask=mask[:, None])
 
 
 @triton.jit
@@ -99,11 +62,12 @@ def qkv_rows(
         gamma = tl.where(is_k[:, None], widen(tl.load(k_weight + d)), widen(tl.load(q_weight + d)))
         values = tl.where(is_v[:, None], values, round_to(values * rstd[:, None] * gamma, DTYPE))
     position = tl.load(positions + token)
-    first, second, turned_first, turned_second = _turn(
-        values, position, cos, sin, R, HALF, TURNED, INTERLEAVED, DTYPE
-    )  # fmt: skip
+    first, second = split_pairs(values, R, HALF, INTERLEAVED)
+    turned_first, turned_second = turn_pairs(
+        first, second, position, cos, sin, R, HALF, TURNED, INTERLEAVED, DTYPE, False
+    )
     q_places = q_out + token * H * D + head * D
-    _store_pairs(q_places, turned_first, turned_second, head < H, R, HALF, INTERLEAVED)
+    store_pairs(q_places, turned_first, turned_second, head < H, R, HALF, INTERLEAVED)
     first = tl.where(is_v[:, None], first, turned_first)
     second = tl.where(is_v[:, None], second, turned_second)
     slot = tl.load(slots + token)
@@ -124,8 +88,8 @@ def qkv_rows(
         tl.store(v_scale + place, scale, mask=is_v)
         first *= quant_scale[:, None]
         second *= quant_scale[:, None]
-    _store_pairs(k_cache + place * D, first, second, is_k, R, HALF, INTERLEAVED)
-    _store_pairs(v_cache + place * D, first, second, is_v, R, HALF, INTERLEAVED)
+    store_pairs(k_cache + place * D, first, second, is_k, R, HALF, INTERLEAVED)
+    store_pairs(v_cache + place * D, first, second, is_v, R, HALF, INTERLEAVED)
 
 
 def can_fuse(qkv: torch.Tensor, layer: PagedKVLayer, rotation: Rotation) -> bool:

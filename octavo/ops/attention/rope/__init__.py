@@ -40,7 +40,13 @@ def rope_tables(
 
 
 def apply_rope(
-    x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False
+    x: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    back: bool = False,
 ) -> torch.Tensor:
     """Rotate queries or keys by their positions.
 
@@ -50,8 +56,9 @@ def apply_rope(
         cos: [P, R/2] fp32 with R <= D: the first R elements of each head turn, the others stay.
         sin: as cos.
         interleaved: the pairs are (2i, 2i + 1), as in GPT-J; otherwise (i, i + R/2), as Hugging Face lays out Llama.
+        back: turn the other way, as the gradient is turned.
     Returns:
-        [T, H, D] of x's dtype; computed in fp32, rounded once. The gradient is apply_rope of it with -sin.
+        [T, H, D] of x's dtype; computed in fp32, rounded once.
     Raises:
         ShapeError: tables wider than a head.
     Source:
@@ -60,4 +67,4 @@ def apply_rope(
     """
     if 2 * cos.shape[-1] > x.shape[-1]:
         raise ShapeError(f"RoPE's tables turn {2 * cos.shape[-1]} elements, a head has {x.shape[-1]}")
-    return apply_rope_reference(x, positions, cos, sin, interleaved)
+    return apply_rope_reference(x, positions, cos, sin, interleaved, back)

@@ -33,7 +33,7 @@ def _llama3_frequencies(freqs: torch.Tensor, scaling: dict[str, Any]) -> torch.T
 
 
 def apply_rope_reference(
-    x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+    x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, back: bool
 ) -> torch.Tensor:
     """Rotate pairs (i, i + R/2), or (2i, 2i + 1), of the first R elements of each head.
 
@@ -42,10 +42,12 @@ def apply_rope_reference(
         positions: [T] int64.
         cos: [P, R/2] fp32.
         sin: [P, R/2] fp32.
+        back: turn by -positions.
     Returns:
         [T, H, D] of x's dtype.
     """
     c, s = cos[positions][:, None, :], sin[positions][:, None, :]  # [T, 1, R/2]
+    s = -s if back else s
     turning, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
     halves = (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, dim=-1)
     first, second = (half.float() for half in halves)

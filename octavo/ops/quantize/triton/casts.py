@@ -45,6 +45,18 @@ def round_to(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def rounded_product(a, b):
+    """a * b in fp32, which no compiler fuses into a sum."""
+    if IS_COMPILED:
+        product = tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", constraints="=r,r,r", args=[a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        product = a * b
+    return product
+
+
+@triton.jit
 def hold(x, DTYPE: tl.constexpr):
     """x rounded to DTYPE, in the fewest registers until `widen` is called on it."""
     if tl.bfloat16 == DTYPE and IS_COMPILED:

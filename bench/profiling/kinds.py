@@ -10,6 +10,7 @@ OURS = {
     "attention, backward": "delta_rows key_gradients query_gradients",
     "attention, cache read": "kv_rows",
     "QK-norm, RoPE, cache write": "qkv_rows",
+    "QK-norm, RoPE, rounded K and V": "qkv_head_rows qkv_head_gradients",
     "norm, with quantization": (
         "norm_rows norm_long_rows norm_quantize_rows norm_quantize_tiles norm_backward_rows norm_backward_long_rows "
         "norm_backward_columns sum_partials"

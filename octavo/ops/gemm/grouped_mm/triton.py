@@ -17,10 +17,10 @@ from octavo.numerics.quantized import QuantizedTensor
 from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
 from octavo.ops.gemm.hp_mm import triton as hp_mm
 
-BLOCK_N = 128
+BLOCK_N, WARPS = 128, 4
 LEAST_GROUPS = 32  # searched at once, one a lane: what finds its group among fewer spills with few registers
 TURNED_GROUP = 8  # rows a group on average: up to here tiles of 32 rows are quicker, also where some groups have many
-LARGE_GROUP = 128  # rows: where groups have as many on average, tiles are of 128
+LARGE_GROUP = 128  # rows: where groups have as many on average, the exact 16-bit GEMM takes tiles of 128
 FEW_ROWS = 32  # a group on average: up to here our tiles read 16-bit weights faster than the library's
 MOST_BY_GROUP = 32  # rows a group on average: up to here most have one tile, whose program does not search for it
 SMALL_HP = hp_mm.SMALL._replace(stages=4)  # two programs fit on a processor
@@ -95,10 +95,9 @@ def row_tiles(
     there are then E first tiles, and the others and those of no group fit cdiv(R, BLOCK_M).
 
     The matrix instruction has 64 rows on its first side and as few as 8 on its second. A tile of fewer than 64 rows is
-    turned: the weight is on the first side, so that a group of few rows is padded less. One of 128 rows is two of 64
-    beside each other, whose warps share the weight. Either way an element is the sum of the same products in the same
-    order and has the same bits, as tests on a card check: exact mode, which decodes by turned tiles and trains by the
-    others, rests on that.
+    turned: the weight is on the first side, so that a group of few rows is padded less. Either way an element is the
+    sum of the same products in the same order and has the same bits, as tests on a card check: exact mode, which
+    decodes by turned tiles and trains by the others, rests on that.
     """
     TURNED: tl.constexpr = BLOCK_M < 64
     # A tile's columns follow each other, so that a group's rows and weight are read once and then found in the cache.
@@ -269,21 +268,17 @@ class RowTile(NamedTuple):
     """How row_tiles is launched; registers: at most so many a thread, None for as many as it takes."""
 
     block_m: int
-    num_warps: int
     stages: int
     registers: int | None
 
 
-def row_tile(num_rows: int, num_groups: int, has_blocks: bool) -> RowTile:
-    """The quickest by the rows that groups have on average."""
+def row_tile(num_rows: int, num_groups: int) -> RowTile:
+    """The quickest on an H200 by the rows that groups have on average."""
     if num_rows <= TURNED_GROUP * num_groups:
-        return RowTile(32, 4, 4, None)
+        return RowTile(32, 4, None)
     if is_by_group(num_rows, num_groups):
-        return RowTile(64, 4, 4, None)
-    if num_rows < LARGE_GROUP * num_groups:
-        return RowTile(64, 4, 3, 168)  # three programs fit on a processor
-    # a third less is read from the L2 cache, which holds back tiles of 64 rows; without blocks two programs fit
-    return RowTile(128, 8, 4 if has_blocks else 3, None)
+        return RowTile(64, 4, None)
+    return RowTile(64, 3, 168)  # three programs fit on a processor
 
 
 def scaled_grouped_mm(
@@ -298,15 +293,14 @@ def scaled_grouped_mm(
     R, K, E = a.shape[0] if slots is None else slots.shape[0], a.shape[1], offsets.shape[0]
     N = whole.shape[0] // E
     out = torch.empty(R, N, dtype=out_dtype, device=a.device)
-    has_blocks = a.scaling.kind != "per_row"
-    tile = row_tile(R, E, has_blocks)
+    tile = row_tile(R, E)
     grid = (num_tiles(R, E, tile.block_m) * triton.cdiv(N, BLOCK_N),)
     limit = {} if tile.registers is None else {"maxnreg": tile.registers}
     with on_device_of(out):
         launch = launcher_of(
             row_tiles, SLOTS=slots_per_row, GROUPS=max(LEAST_GROUPS, triton.next_power_of_2(E)), BLOCK_M=tile.block_m,
-            BLOCK_N=BLOCK_N, SLAB=SLAB, HAS_BLOCKS=has_blocks, STAGES=tile.stages,
-            BY_GROUP=is_by_group(R, E), num_warps=tile.num_warps, **limit,
+            BLOCK_N=BLOCK_N, SLAB=SLAB, HAS_BLOCKS=a.scaling.kind != "per_row", STAGES=tile.stages,
+            BY_GROUP=is_by_group(R, E), num_warps=WARPS, **limit,
         )  # fmt: skip
         scales = (a.scale, whole.qdata, whole.scale.contiguous())
         launch(grid, out, a.qdata, *scales, offsets, slots, a.scale.stride(0), a.scale.stride(1), R, N, K, E)

@@ -22,15 +22,14 @@ def codes(rows: int, cols: int, scaling: Scaling) -> QuantizedTensor:
     ("kind", "num_experts", "rows"),
     [
         ("rowwise", 8, 200),
-        *(("blockwise", 8, rows) for rows in (7, 200, 1000, 1024)),
-        *(pytest.param("rowwise", 8, rows, marks=SLOW) for rows in (7, 64, 1000, 1024)),
+        *(("blockwise", 8, rows) for rows in (7, 200, 1000)),
+        *(pytest.param("rowwise", 8, rows, marks=SLOW) for rows in (7, 64, 1000)),
         pytest.param("blockwise", 8, 64, marks=SLOW),
         *(pytest.param(k, 128, r, marks=SLOW) for k in ("rowwise", "blockwise") for r in (1024, 2048, 16384)),
     ],
 )
 def test_rows(kind: str, num_experts: int, rows: int) -> None:
-    """Turned tiles of 32 rows where groups are small, of 128 where they are large, else of 64: three programs on a
-    processor where not by group."""
+    """Turned tiles of 32 rows where groups are small, else of 64, three programs on a processor where not by group."""
     scalings = (Scaling.per_row(), Scaling.per_row())
     if kind == "blockwise":
         scalings = (Scaling.block_1x128(), Scaling.block_128x128())
@@ -43,16 +42,13 @@ def test_rows(kind: str, num_experts: int, rows: int) -> None:
 
     for launch in launched(multiply):
         is_turned, is_by_group = rows <= 8 * num_experts, num_experts <= rows <= 32 * num_experts
-        is_large, num_warps = rows >= 128 * num_experts, launch.options["num_warps"]
         programs = 2 if is_turned or is_by_group else 3
-        if is_large:
-            programs = 1 if kind == "blockwise" else 2
-        assert f"'BLOCK_M': {32 if is_turned else 128 if is_large else 64}" in str(launch)
+        assert f"'BLOCK_M': {32 if is_turned else 64}" in str(launch)
         assert ("'BY_GROUP': True" in str(launch)) == is_by_group
         report = compiled(launch, 0)
         size = "m64n32k32" if is_turned else "m64n128k32"
         assert f"wgmma.mma_async.sync.aligned.{size}.f32.e4m3.e4m3" in report.ptx, launch
-        assert programs * report.registers * 32 * num_warps <= REGISTERS_OF_A_PROCESSOR
+        assert programs * report.registers * 128 <= REGISTERS_OF_A_PROCESSOR
         assert programs * (report.shared_bytes + 1024) <= SHARED_BYTES_OF_A_PROCESSOR  # a program keeps 1 KB
 
 
@@ -62,7 +58,7 @@ def test_rows(kind: str, num_experts: int, rows: int) -> None:
     + [pytest.param("rowwise", rows, marks=SLOW) for rows in (512, 2048, 65536)],
 )
 def test_gathered_rows(kind: str, rows: int) -> None:
-    """With no more registers and the loads of rows that follow each other: 16 bytes at once."""
+    """With the registers and the loads of rows that follow each other: 16 bytes at once."""
     scalings = (Scaling.per_row(), Scaling.per_row())
     if kind == "blockwise":
         scalings = (Scaling.block_1x128(), Scaling.block_128x128())
@@ -70,7 +66,7 @@ def test_gathered_rows(kind: str, rows: int) -> None:
     offsets, slots = torch.zeros(128, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
     (plain,) = compile_all(lambda: kernels.scaled_grouped_mm(a, whole, offsets, torch.bfloat16), 1)
     (gathered,) = compile_all(lambda: kernels.scaled_grouped_mm(few, whole, offsets, torch.bfloat16, slots, 8), 1)
-    assert gathered.registers <= plain.registers
+    assert gathered.registers == plain.registers
     loads = [report.ptx.count("cp.async.cg.shared.global") for report in (plain, gathered)]  # of 16 bytes
     assert loads[0] == loads[1] > 0
 

@@ -62,22 +62,14 @@ def test_rows(pair: str, shape: tuple[int, int], sizes: list[int], out_dtype: to
     assert not out[sum(groups) :].any()
 
 
-def take(monkeypatch: pytest.MonkeyPatch, block_m: int) -> None:
-    """Tiles of so many rows for groups of any size."""
-    num_rows = {32: kernels.TURNED_GROUP, 64: kernels.LARGE_GROUP - 1, 128: kernels.LARGE_GROUP}[block_m]
-    tile = kernels.row_tile(num_rows, 1, True)
-    assert tile.block_m == block_m
-    monkeypatch.setattr(kernels, "row_tile", lambda *_: tile)
-
-
 @pytest.mark.parametrize("most_by_group", [0, 10**6], ids=["searched", "by_group"])
-@pytest.mark.parametrize("block_m", [32, 64, 128])
+@pytest.mark.parametrize("turned_group", [0, 10**6], ids=["straight", "turned"])
 @pytest.mark.parametrize(
     "sizes", [[0, 0, 0, 200], [70, 0, 129, 0], [1, 1, 1, 300], [64, 64, 128, 64], [0, 2, 0, 0], [0, 1, 0, 2]], ids=str
 )
-def test_rows_of_no_group_are_cleared(sizes, block_m, most_by_group, monkeypatch):
+def test_rows_of_no_group_are_cleared(sizes, turned_group, most_by_group, monkeypatch):
     """Every one, wherever tiles end, in memory that held something else."""
-    take(monkeypatch, block_m)
+    monkeypatch.setattr(kernels, "TURNED_GROUP", turned_group)
     monkeypatch.setattr(kernels, "MOST_BY_GROUP", most_by_group)
     groups = sizes[:-1]
     a, whole = make((sum(sizes), 128), Scaling.per_row(), 0), make((3 * 136, 128), Scaling.per_row(), 1)
@@ -106,19 +98,17 @@ def test_a_row_does_not_see_its_neighbours(pair: str) -> None:
 )
 @pytest.mark.parametrize("sizes", [[0, 200, 1, 128, 70], [3, 31, 32, 33, 0, 65, 1], [1] * 9 + [0] * 40], ids=str)
 @pytest.mark.parametrize("pair", PAIRS)
-def test_tiles_of_all_sizes_have_the_same_bits(pair, sizes, shape, monkeypatch):
+def test_turned_tiles_have_the_bits_of_the_others(pair, sizes, shape, monkeypatch):
     """A sampler takes the ones, a trainer the others: exact mode rests on this."""
     num_out, width = (shape[0] + 127) // 128 * 128 if pair == "blockwise" else shape[0], shape[1]
     a = make((sum(sizes) + 30, width), PAIRS[pair][0], 0)
     whole = make((len(sizes) * num_out, width), PAIRS[pair][1], 1)
     found = []
-    for block_m in (32, 64, 128):
-        with monkeypatch.context() as patch:
-            take(patch, block_m)
-            found.append(kernels.scaled_grouped_mm(a, whole, ends(sizes), torch.float32))
+    for rows in (0, 10**6):
+        monkeypatch.setattr(kernels, "TURNED_GROUP", rows)
+        found.append(kernels.scaled_grouped_mm(a, whole, ends(sizes), torch.float32))
     assert found[0].any()
-    for others in found[1:]:
-        assert_bitwise(others, found[0])
+    assert_bitwise(*found)
 
 
 @pytest.mark.parametrize("sizes", [*GROUPS, [1, 0, 0, 64, 65, 3, 0, 0], [0, 0, 0, 300]], ids=str)
@@ -140,11 +130,11 @@ def test_tiles_by_group_have_the_bits_of_those_searched_for(pair, sizes, monkeyp
 
 
 @pytest.mark.parametrize("most_by_group", [0, 10**6], ids=["searched", "by_group"])
-@pytest.mark.parametrize("block_m", [32, 64, 128])
+@pytest.mark.parametrize("turned_group", [0, 10**6], ids=["straight", "turned"])
 @pytest.mark.parametrize("pair", PAIRS)
-def test_gathered_rows_have_the_bits_of_copied_ones(pair, block_m, most_by_group, monkeypatch):
+def test_gathered_rows_have_the_bits_of_copied_ones(pair, turned_group, most_by_group, monkeypatch):
     """Of three slots a row, sorted by group; some rows are of no group."""
-    take(monkeypatch, block_m)
+    monkeypatch.setattr(kernels, "TURNED_GROUP", turned_group)
     monkeypatch.setattr(kernels, "MOST_BY_GROUP", most_by_group)
     sizes = [70, 0, 1, 65, 33, 131]
     a, whole = make((100, 336), PAIRS[pair][0], 0), make((5 * 256, 336), PAIRS[pair][1], 1)
@@ -160,7 +150,7 @@ def test_all_rows_have_tiles_and_few_are_left() -> None:
     """As many as groups may need with the rows of no group, however R rows fall."""
     assert [kernels.num_tiles(rows, 128, 64) for rows in (1, 8, 128, 2048)] == [2, 9, 130, 160]
     for sizes in ([1, 1, 1, 0], [65, 65, 65, 65], [1, 64, 129, 1], [0, 0, 0, 7], [193, 0, 0, 1], [0, 2, 0, 0]):
-        for block_m in (32, 64, 128):
+        for block_m in (32, 64):
             used = sum(-(-size // block_m) for size in sizes)
             assert kernels.num_tiles(sum(sizes), len(sizes) - 1, block_m) >= used, sizes
             later = used - sum(size > 0 for size in sizes[:-1])

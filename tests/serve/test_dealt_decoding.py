@@ -68,6 +68,8 @@ class Failing(CapturedSteps[int, str]):
             raise RuntimeError("out of memory\nand more")
         return f"step {key}"
 
+    def _run_once(self, step: str) -> None: ...
+
 
 def captures(model: Decoder, rank: int) -> list[str | None]:
     steps = Failing(model, rank)

@@ -17,6 +17,7 @@ from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.nn.cut_linear import TensorMode
 from octavo.nn.finite_weights import check_finite_weights
 from octavo.parallel.gather import gathered, is_sharded
+from octavo.serve.compile_ahead import compiling_ahead
 from octavo.serve.engine import Engine, EngineConfig, EngineStats
 from octavo.serve.engine.driver import Advanced, EngineDriver
 from octavo.serve.keywords import CHAT_NAMES, ENGINE_NAMES, GENERATE_NAMES, METHODS, of_a_request, takes_foreign
@@ -176,7 +177,8 @@ class LLM:
                 self.tokenizer = self.engine.tokenizer
                 self._set_up()
                 return
-            decoder = load_for_inference(path, **asked)
+            with compiling_ahead(path, asked, config):
+                decoder = load_for_inference(path, **asked)
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
         with gathered(decoder):
             self.engine = Engine(decoder, self.tokenizer, config, eos_ids)
@@ -184,7 +186,11 @@ class LLM:
 
     def _set_up(self) -> None:
         if self.engine.config.warm_up:
-            self.engine.prepare()
+            try:
+                self.engine.prepare()
+            except BaseException:
+                self.engine.close()  # the other ranks, where there are any
+                raise
         self._driver = EngineDriver(self.engine)
         self._has_named_template = False
 

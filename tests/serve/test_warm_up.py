@@ -160,6 +160,15 @@ def test_an_engine_is_prepared_before_its_first_request(warm_up: bool | None, mo
     assert prepared == ([] if warm_up is False else [llm.engine])
 
 
+def test_where_it_fails_no_rank_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[Engine] = []
+    monkeypatch.setattr(Engine, "prepare", lambda engine: 1 // 0)
+    monkeypatch.setattr(Engine, "close", lambda engine: closed.append(engine))
+    with pytest.raises(ZeroDivisionError):
+        make_llm()
+    assert len(closed) == 1
+
+
 def test_its_progress_is_on_the_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     llm = make_llm()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import triton
 import triton.language as tl
 from triton import knobs
@@ -18,6 +19,7 @@ from triton.compiler import ASTSource
 from triton.runtime.cache import FileCacheManager
 
 from octavo.ops._runtime.kernel_cache import triton as kernel_cache
+from octavo.ops._runtime.kernel_cache import use_checked_cache as use_checked_cache_for
 from octavo.ops._runtime.kernel_cache.triton import CheckedCache, counting_compilations, use_checked_cache
 
 FILES = {"k.cubin": b"code" * 100, "k.ptx": "text", "k.json": '{"name": "k"}'}
@@ -173,6 +175,13 @@ def test_triton_makes_a_damaged_kernel_again(
         assert compile_for(90).asm["cubin"] == cubin
     assert len(found.compiled) == 1 and path.read_bytes() == cubin
     assert "is damaged and is made again" in caplog.text
+
+
+def test_a_cpu_leaves_triton_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for device, expected in (("cpu", None), ("cuda", CheckedCache)):
+        monkeypatch.setattr(knobs.cache, "manager_class", None)
+        use_checked_cache_for(torch.device(device))
+        assert knobs.cache.manager_class is expected
 
 
 def test_a_cache_manager_of_the_users_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from octavo import LLM, SamplingParams
 from octavo.numerics import Numerics, get_recipe
 from octavo.ops.gemm.scaled_mm import unpadded_rows
 from octavo.ops.gemm.skinny_mm import MAX_TOKENS
-from octavo.serve.engine import Engine
+from octavo.serve.engine import Engine, graph_capture
 from octavo.serve.engine import engine as engine_module
 from octavo.serve.engine.decode_graphs import DecodeGraphs, batch_sizes
 from octavo.serve.engine.loop import EngineLoop
@@ -122,6 +122,17 @@ def test_where_memory_ends_the_graphs_stay_that_are_there(
     monkeypatch.setattr(DecodeGraphs, "_capture", lambda self, key: key)
     graphs.clear()  # as for a sleep: there may be memory after it
     assert graphs.find(1, 9) == (1, 512)
+
+
+def test_captures_leave_memory_for_steps_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphs, free = make_graphs(monkeypatch, 8, 512), iter([2 << 30, 128 << 20, 127 << 20])
+    monkeypatch.setattr(graph_capture, "_free_bytes", lambda model: next(free))
+    while graphs.prepare_next(8, 512):
+        pass
+    assert [*graphs._captured] == [(8, 512), (4, 512)]
+    assert "with 2 CUDA graphs" in caplog.text and "nearly out of memory: 127 MiB are free; lower" in caplog.text
 
 
 def make_llm(exact: bool = False, **limits: Any) -> LLM:

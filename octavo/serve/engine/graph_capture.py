@@ -12,6 +12,9 @@ import torch
 from octavo.models import Decoder
 from octavo.nn import captured_with_codes, live_tensors, pin_codes
 
+# what captures leave of the GPU's memory: at its end torch would give away what it keeps for the largest steps
+LEAST_FREE_BYTES = 128 << 20
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -149,6 +152,8 @@ class CapturedSteps(ABC, Generic[K, S]):
 
     def _try(self, key: K) -> None:
         try:
+            if (free := _free_bytes(self.model)) < LEAST_FREE_BYTES:
+                raise torch.OutOfMemoryError(f"nearly out of memory: {free >> 20} MiB are free")
             if self.is_empty:
                 self.addresses = operand_addresses(self.model)
             self._captured[key] = self._capture(key)
@@ -182,6 +187,13 @@ class CapturedSteps(ABC, Generic[K, S]):
 
     @abstractmethod
     def _run_once(self, step: S) -> None: ...
+
+
+def _free_bytes(model: Decoder) -> int:
+    """Of the GPU's memory; where ranks compute together, on the one with the least, for all of them capture or none."""
+    is_gpu = model.device.type == "cuda"
+    free: int = torch.cuda.mem_get_info(model.device)[0] if is_gpu else LEAST_FREE_BYTES
+    return free if model.tensor_group is None else model.tensor_group.smallest(free)
 
 
 def operand_addresses(model: Decoder) -> list[int]:

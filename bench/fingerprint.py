@@ -123,7 +123,7 @@ def _generate(model: Decoder) -> Iterator[torch.Tensor]:
     """Tokens and their log-probabilities at three batch sizes, greedy and sampled, from one engine after the other."""
     prompts = [[(11 * i + 3 * j) % VOCAB for j in range(3 + 13 * i)] for i in range(max(BATCH_SIZES))]
     for size in BATCH_SIZES:
-        llm = octavo.LLM(model, max_num_seqs=8, num_kv_pages=64, seed=0)
+        llm = octavo.LLM(model, max_num_seqs=8, num_kv_pages=64, seed=0, warm_up=False)
         for temperature in (0.0, 1.0):
             params = octavo.SamplingParams(temperature=temperature, max_tokens=6, logprobs=0, ignore_eos=True)
             for output in llm.generate(prompts[:size], params):

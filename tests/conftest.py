@@ -52,6 +52,12 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+@pytest.fixture(autouse=torch.cuda.is_available())
+def engines_begin_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warm-up of an engine takes longer than most tests that make one; those of it call warm_up."""
+    monkeypatch.setattr("octavo.serve.engine.engine.Engine.prepare", lambda engine: None)
+
+
 @pytest.fixture
 def default_signals() -> Iterator[None]:
     """SIGINT and SIGTERM as Python has them, where the tests are a background job that ignores some of them."""

@@ -58,7 +58,7 @@ def broken_command(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_commands_are_frozen() -> None:
     assert set(cli.COMMANDS) == {
         *("train", "generate", "serve", "rl", "inspect", "quantize", "eval", "demo", "analyze", "doctor", "bench"),
-        *("doctor mismatch", "upload"),
+        *("doctor mismatch", "upload", "warm"),
     }
     assert set(cli.COMMANDS) >= CLI_FILES
 

@@ -70,3 +70,25 @@ print(json.dumps({"seconds": time.process_time() - started, "compiler": "torch._
 def test_building_a_model_leaves_the_compiler_out() -> None:
     """Drawing values on the meta device would import it, of which embeddings and routers have none."""
     assert not measure(BUILD)["compiler"]
+
+
+TRY_OUT = """
+import json, sys, time
+import torch
+from bench.serve.shapes import QWEN3_30B_A3B, build_model, make_toy
+from octavo import LLM
+from octavo.numerics import Numerics, get_recipe
+from octavo.serve.engine.waiting import try_out
+model = build_model(make_toy(QWEN3_30B_A3B), Numerics(get_recipe("blockwise"), "fp8"), "cpu")
+runner = LLM(model, max_num_seqs=2, max_num_batched_tokens=64, num_kv_pages=2).engine.model_runner
+started = time.process_time()
+with torch.no_grad():
+    try_out(lambda: runner.warm_up_steps[0].run(model, runner.layers, runner.slots, 64))
+found = {"torch._dynamo", "torch._inductor", "sympy"} & set(sys.modules)
+print(json.dumps({"seconds": time.process_time() - started, "compilers": sorted(found)}))
+"""
+
+
+def test_what_comes_before_a_capture_leaves_compilers_out() -> None:
+    """A dispatch mode of torch's would import them at its first operation, and so would its matmul in Python."""
+    assert not measure(TRY_OUT)["compilers"]

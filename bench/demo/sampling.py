@@ -60,7 +60,7 @@ def sample(
 ) -> Sampling:
     """Sample a few completions in exact mode, then score the same tokens exactly and in bf16."""
     model = load_model(comparison.export_path, device=device, recipe=EXPORTED, kv_cache_dtype="fp8", exact=True)
-    llm = LLM(model, tokenizer=tokenizer, seed=seed)
+    llm = LLM(model, tokenizer=tokenizer, seed=seed, warm_up=False)
     params = SamplingParams(temperature=0.8, max_tokens=_MAX_TOKENS, logprobs=0)
     outputs = llm.generate(list(PROMPTS), params, use_progress=display.console.is_terminal)
     completions = [output.outputs[0] for output in outputs]

@@ -56,7 +56,7 @@ class RolloutHost(EngineHost):
 
     def _make_llm(self, model: Decoder, key: EngineKey) -> LLM:
         assert isinstance(key, LimitedKey), "made by key"
-        return LLM(model, gpu_memory_utilization=MEMORY_SHARE, **dict(key.limits))
+        return LLM(model, gpu_memory_utilization=MEMORY_SHARE, warm_up=False, **dict(key.limits))
 
 
 def _pages_of(workload: Workload) -> int:

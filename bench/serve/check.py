@@ -37,6 +37,7 @@ def check_nearness(config: ModelConfig, numerics: Numerics, device: str, *, quic
         max_model_len=_MAX_LEN,
         num_kv_pages=_NUM_PAGES,
         enable_prefix_caching=False,
+        warm_up=False,
     )
     outputs = _generate(llm, quick=quick)
     sampled = _sampled_logprobs(outputs)

@@ -89,6 +89,7 @@ def process_fields(path: Path, variant: EngineVariant, recipe: str, device: str,
     limits: dict[str, Any] = {"max_num_seqs": MAX_NUM_SEQS, "gpu_memory_utilization": MEMORY_SHARE}
     if quick:
         limits = {"max_num_seqs": 4, "num_kv_pages": 16, "max_model_len": 256}
+    limits["warm_up"] = False  # a single token needs no CUDA graph
     return {
         "path": str(path),
         "recipe": variant.recipe_name(recipe),

@@ -166,6 +166,7 @@ def _make_roomy(model: Decoder, plan: ExactnessPlan, lists: list[list[list[int]]
         max_num_batched_tokens=plan.budget,
         max_model_len=max(len(prompt) for prompts in lists for prompt in prompts) + most_tokens,
         num_kv_pages=num_pages,
+        warm_up=False,
     )
 
 
@@ -190,6 +191,7 @@ def _make_tight(checked: CheckedModel, plan: ExactnessPlan, rng: random.Random) 
         max_model_len=max(map(len, prompts)) + plan.tight_tokens,
         num_kv_pages=num_pages,
         plan_known_lengths=False,  # which would begin none that loses its pages
+        warm_up=False,
     )
     return llm, prompts
 

@@ -1,6 +1,6 @@
-"""The first two batches of a fresh process: what compilation and capture cost at the start of an engine.
+"""The first two batches of a fresh process: what compilation and capture cost after the warm-up of an engine.
 
-`python -m bench.serve.first_batch JSON` is that process: random weights, no warm-up, the same requests twice.
+`python -m bench.serve.first_batch JSON` is that process: random weights, the same requests twice.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from octavo.serve import LLM
 
 @dataclasses.dataclass(frozen=True)
 class FirstBatches:
-    """Seconds to make the engine, weights aside, and of each batch; output tokens of one batch."""
+    """Seconds to make the engine with its warm-up, weights aside, and of each batch; output tokens of one batch."""
 
     build_s: float
     first_s: float

@@ -134,6 +134,7 @@ class EngineHost:
             max_model_len=max_len,
             gpu_memory_utilization=self._memory_share(key.memory_cap_bytes),
             enable_prefix_caching=False,
+            warm_up=False,  # the requests' own comes before the clock runs
         )
 
     def _memory_share(self, cap_bytes: int | None) -> float:

@@ -175,7 +175,7 @@ def measure(
     # A step takes a sequence and a part of the next, whose rest then reads these keys from the cache.
     budget = max(16, longest * 3 // 2)
     limits = {"max_num_batched_tokens": budget, "num_kv_pages": pages, "max_num_seqs": 16, "enforce_eager": True}
-    llm = LLM(model, **limits)  # type: ignore[arg-type]
+    llm = LLM(model, warm_up=False, **limits)  # type: ignore[arg-type]
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
     total, count = 0.0, 0
     for output in llm.generate([list(sequence) for sequence in held_out], params):

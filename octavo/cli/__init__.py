@@ -73,6 +73,11 @@ COMMANDS = {
         "octavo.serve.keywords:SERVE_NAMES",
         _OF_AN_LLM,
     ),
+    "warm": Entry(
+        "octavo.cli.warm:command",
+        "Compile the kernels that serving a checkpoint will need, for an image or a fleet.",
+        keywords={"recipe": "quantization"},
+    ),
     "rl": Entry(
         "octavo.cli.rl:command",
         "Reinforce a checkpoint by GRPO from one TOML file.",

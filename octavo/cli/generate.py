@@ -65,6 +65,7 @@ def command(
         max_num_seqs=min(256, len(prompt) * n),
         tensor_parallel_size=tensor_parallel_size,
         tensor_parallel_mode=tensor_parallel_mode,  # type: ignore[arg-type]
+        warm_up=False,  # for one batch
     ) as llm:
         if llm.tokenizer is None:
             raise RequestError(f"{model} holds no tokenizer.json, so a text prompt cannot be read; put one beside it")

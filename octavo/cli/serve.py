@@ -57,7 +57,7 @@ def command(
     seed: options.Seed = 0,
     enable_return_routed_experts: options.ReturnRoutedExperts = False,
     enforce_eager: options.EnforceEager = False,
-    warm_up: options.WarmUp = False,
+    warm_up: options.WarmUp = True,
     max_num_waiting: options.MaxNumWaiting = 1024,
     max_body_bytes: options.MaxBodyBytes = 8 << 20,
     max_n: options.MaxN = 128,
@@ -102,10 +102,11 @@ def command(
         seed=seed,
         enforce_eager=enforce_eager,
         enable_return_routed_experts=enable_return_routed_experts,
+        warm_up=warm_up,
     )
     numerics = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype, "attention_dtype": attention_dtype}
     how = numerics | {"exact": exact, "device": device, "kv_scales": kv_scales}
-    asked = Asked(model, tokenizer, how, limits, warm_up, kv_scale_margin, chat_template, dtype)
+    asked = Asked(model, tokenizer, how, limits, kv_scale_margin, chat_template, dtype)
     asked = dataclasses.replace(asked, tensor_parallel=(tensor_parallel_size, tensor_parallel_mode))
     asked.check()  # before anybody is told that something listens, and before minutes of loading
     with on_first_rank(tensor_parallel_size * data_parallel_size):
@@ -130,7 +131,6 @@ class Asked:
 
     Args:
         how: LLM's quantization, kv_cache_dtype, attention_dtype, exact, device and kv_scales.
-        warm_up: before it serves.
         kv_scale_margin: of the server's own scales, see KVScaleTable.
         chat_template: a file; None for the checkpoint's own template.
         dtype: LLM's.
@@ -141,7 +141,6 @@ class Asked:
     tokenizer: Path | None
     how: dict[str, Any]
     limits: EngineConfig
-    warm_up: bool = False
     kv_scale_margin: float = 1.0
     chat_template: Path | None = None
     dtype: str = "auto"
@@ -191,7 +190,5 @@ class Asked:
             if self.chat_template is not None:
                 engine.tokenizer.chat_template = self.chat_template.read_text(encoding="utf-8")
             logger.info("chat: %s", describe_template(engine.tokenizer))
-        if self.warm_up:
-            engine.warm_up()
         logger.info("ready: %d KV pages", engine.stats.num_kv_pages)
         return engine

@@ -85,7 +85,8 @@ ReturnRoutedExperts = Annotated[
 ]
 EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="Capture no CUDA graphs.")]
 WarmUp = Annotated[
-    bool, typer.Option(help="Capture all CUDA graphs before the server is ready; else when needed, or when idle.")
+    bool,
+    typer.Option(help="Compile kernels and capture CUDA graphs before the server is ready; else when first needed."),
 ]
 
 # The server

@@ -146,7 +146,7 @@ def draw(
         logprobs=0,
         ignore_eos=policies.tokenizer is None,
     )
-    llm = LLM(side.model, tokenizer=policies.tokenizer, seed=seed)
+    llm = LLM(side.model, tokenizer=policies.tokenizer, seed=seed, warm_up=False)
     sequences, lens, logprobs = list[list[int]](), list[int](), list[float]()
     for output in llm.generate(policies.prompts, params):
         for completion in output.outputs:

@@ -45,7 +45,7 @@ class Evaluator:
         limits: dict[str, Any] = {"tokenizer": tokenizer, "max_num_seqs": max_num_seqs}
         if ranks is None:
             self.model = share_weights(model, Numerics())
-            self._engine = EmbeddedEngine(LLM(self.model, **limits))
+            self._engine = EmbeddedEngine(LLM(self.model, **limits, warm_up=False))
         else:
             if sampler is not None and sampler.tensor_group is not None:
                 self.model = share_weights(sampler, Numerics())

@@ -17,6 +17,7 @@ from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.nn.cut_linear import TensorMode
 from octavo.nn.finite_weights import check_finite_weights
 from octavo.parallel.gather import gathered, is_sharded
+from octavo.serve.compile_ahead import compiling_ahead
 from octavo.serve.engine import Engine, EngineConfig, EngineStats
 from octavo.serve.engine.driver import Advanced, EngineDriver
 from octavo.serve.keywords import CHAT_NAMES, ENGINE_NAMES, GENERATE_NAMES, METHODS, of_a_request, takes_foreign
@@ -62,7 +63,7 @@ class LLM:
         gpu_memory_utilization: share of the GPU's memory that weights, cache and activations may take together.
         enable_prefix_caching: share pages between sequences with the same beginning.
         seed: of all requests that bring none of their own.
-        enforce_eager: capture no CUDA graphs.
+        enforce_eager: capture no CUDA graphs. A warm-up then compiles kernels alone.
         async_scheduling: launch a step before the one before it is read; None for on a GPU. Neither changes a token.
         device: where a checkpoint is loaded to; None for the GPU if there is one. A Decoder stays where it is.
         attention_dtype: what attention multiplies in: "bf16", "fp8" (needs an FP8 cache), or "auto" (the model's; bf16
@@ -80,6 +81,9 @@ class LLM:
             docs/distributed.md.
         tensor_parallel_mode: "gather" or "reduce", as octavo.parallel.parallelize has it; None for gather where exact.
         kv_scales: of an FP8 cache, as octavo.Numerics has it, or "auto" (the model's; per_token_head for a checkpoint).
+        warm_up: compile kernels and capture CUDA graphs here, for all numbers of sequences of up to 2048 tokens and
+            for prompts, so that no request waits for it; False leaves each to the first step that needs it.
+            Exact bits stay, and there is nothing to do on a CPU.
 
     vLLM's other keywords are taken where they ask for what is so anyway (data_parallel_size=1); `recipe`, as
     load_model has it, is another name of quantization.
@@ -121,6 +125,7 @@ class LLM:
         kv_scales: str = "auto",
         tensor_parallel_size: int = 1,
         tensor_parallel_mode: TensorMode | None = None,
+        warm_up: bool = True,
     ) -> None:
         parallel = TensorParallel(tensor_parallel_size, tensor_parallel_mode)
         parallel.check(model.device if isinstance(model, Decoder) else chosen_device(device))
@@ -137,6 +142,7 @@ class LLM:
             enable_return_routed_experts=enable_return_routed_experts,
             plan_known_lengths=plan_known_lengths,
             prompt_tokens_beside_decodes=prompt_tokens_beside_decodes,
+            warm_up=warm_up,
         )
         eos_ids: tuple[int, ...] = ()
         asked: dict[str, Any] = {
@@ -171,13 +177,20 @@ class LLM:
                 self.tokenizer = self.engine.tokenizer
                 self._set_up()
                 return
-            decoder = load_for_inference(path, **asked)
+            with compiling_ahead(path, asked, config):
+                decoder = load_for_inference(path, **asked)
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
         with gathered(decoder):
             self.engine = Engine(decoder, self.tokenizer, config, eos_ids)
-        self._set_up()
+            self._set_up()
 
     def _set_up(self) -> None:
+        if self.engine.config.warm_up:
+            try:
+                self.engine.prepare()
+            except BaseException:
+                self.engine.close()  # the other ranks, where there are any
+                raise
         self._driver = EngineDriver(self.engine)
         self._has_named_template = False
 

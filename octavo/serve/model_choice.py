@@ -12,6 +12,7 @@ from octavo.models.checkpoint.dialects import read_config, read_layout
 from octavo.models.device import check_device
 from octavo.models.load import AUTO_RECIPE
 from octavo.numerics import Numerics, Recipe, get_recipe
+from octavo.ops._runtime.kernel_cache import use_checked_cache
 from octavo.ops.attention import PAGE_SIZE
 from octavo.serve.engine import EngineConfig
 from octavo.serve.engine.kv_cache import check_pages_exist
@@ -134,6 +135,26 @@ def _recipe_name(quantization: str | None, own: Recipe) -> str:
     return quantization or AUTO_RECIPE
 
 
+def _asked_recipe(path: str | Path, quantization: str | None) -> str:
+    _check_format(quantization)
+    return _recipe_name(quantization, read_layout(path, read_config(path)).recipe)
+
+
+def numerics_asked(
+    path: str | Path,
+    quantization: str | None,
+    kv_cache_dtype: str,
+    exact: bool | None,
+    attention_dtype: str,
+    kv_scales: str,
+) -> Numerics:
+    """The numerics of a model that load_for_inference loads, by the config files alone. Errors as octavo.Numerics."""
+    name = _asked_recipe(path, quantization)
+    recipe = read_layout(path, read_config(path)).recipe if name == AUTO_RECIPE else get_recipe(name)
+    kv_scales = "per_token_head" if kv_scales == "auto" else kv_scales
+    return Numerics(recipe, _or_bf16(kv_cache_dtype), bool(exact), _or_bf16(attention_dtype), kv_scales)
+
+
 def load_for_inference(
     path: str | Path,
     quantization: str | None,
@@ -147,12 +168,12 @@ def load_for_inference(
     cut: Callable[[Decoder], None] | None = None,
 ) -> Decoder:
     """Load a checkpoint for inference under the numerics asked for; cut is load_model's."""
-    _check_format(quantization)
-    own = read_layout(path, read_config(path)).recipe
+    device = check_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    use_checked_cache(device)
     return load_model(
         path,
-        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
-        recipe=_recipe_name(quantization, own),
+        device=device,
+        recipe=_asked_recipe(path, quantization),
         kv_cache_dtype=_or_bf16(kv_cache_dtype),
         exact=False if exact is None else exact,
         attention_dtype=_or_bf16(attention_dtype),

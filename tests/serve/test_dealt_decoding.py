@@ -11,6 +11,7 @@ from octavo.distributed import tensor_group
 from octavo.distributed.tensor_group import TensorGroup
 from octavo.models import Decoder
 from octavo.parallel import parallelize
+from octavo.serve.engine import graph_capture
 from octavo.serve.engine.graph_capture import CapturedSteps, operand_addresses
 from tests.parallel.test_tensor_parallel import ids, make
 from tests.ranks import run_group
@@ -51,6 +52,8 @@ def job(rank: int, world: int) -> dict[str, Any]:
             answers, num_dealt = sampled(cut, case)
         found[name] = repr(answers) == repr(wanted), num_dealt
     found["captures"] = captures(cut, rank)
+    with mock.patch.object(graph_capture, "LEAST_FREE_BYTES", 1 << 30 if rank else 1 << 40):  # a CPU has as much free
+        found["least free"] = graph_capture._free_bytes(cut)
     found["moved"] = moved(cut, rank)
     return found
 
@@ -67,6 +70,8 @@ class Failing(CapturedSteps[int, str]):
         if (self.rank, key) == (1, 2):
             raise RuntimeError("out of memory\nand more")
         return f"step {key}"
+
+    def _run_once(self, step: str) -> None: ...
 
 
 def captures(model: Decoder, rank: int) -> list[str | None]:
@@ -103,6 +108,10 @@ def test_rows_that_are_dealt_have_the_tokens_of_one_process(found: list[dict[str
 def test_a_capture_that_fails_on_one_rank_is_used_by_none(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["captures"] == ["step 1", None, "out of memory", None, "step 1"]
+
+
+def test_the_rank_with_the_least_memory_decides_for_all(found: list[dict[str, Any]]) -> None:
+    assert [rank["least free"] for rank in found] == [1 << 30] * 2
 
 
 def test_graphs_are_dropped_on_all_ranks_where_weights_moved_on_one(found: list[dict[str, Any]]) -> None:

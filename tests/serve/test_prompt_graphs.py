@@ -46,6 +46,7 @@ def make_graphs(monkeypatch: pytest.MonkeyPatch, max_tokens: int) -> PromptGraph
     graphs._captured, graphs._seen = {}, set()
     graphs.model = make_model("llama", "bf16", device=torch.device("cpu"))
     monkeypatch.setattr(PromptGraphs, "_capture", lambda self, size: size)
+    monkeypatch.setattr(PromptGraphs, "_run_once", lambda self, step: None)
     monkeypatch.setattr(PromptGraphs, "_replay", lambda self, step, token_ids, context: step)
     return graphs
 

@@ -73,7 +73,7 @@ def _compute(session: Session, recipe: str, layout: Layout) -> Found:
     long_len = min(_LONG_PROMPT_LEN, config.max_position_embeddings)
     long_prompt = torch.randint(config.vocab_size, (long_len,), generator=generator).tolist()
     hidden = torch.cat([_hidden(model, prompts), _hidden(model, [long_prompt])])
-    llm = LLM(model, **_LIMITS)  # type: ignore[arg-type]
+    llm = LLM(model, warm_up=False, **_LIMITS)  # type: ignore[arg-type]
     llm.engine.scheduler.plan_known_lengths = False  # so that sequences outgrow the cache and are preempted
     params = SamplingParams(temperature=1.0, max_tokens=_NUM_TOKENS, ignore_eos=True, logprobs=0)
     llm.generate([prompts[-1][:256]], dataclasses.replace(params, max_tokens=1))  # its pages are met again

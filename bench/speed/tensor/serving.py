@@ -82,7 +82,7 @@ def time_runs(
     """Warm an engine up, then let it answer the requests so often; all ranks begin each run together."""
     limits: dict[str, float] = {"max_num_seqs": min(MAX_NUM_SEQS, len(requests)), "max_model_len": workload.max_len}
     limits |= {"gpu_memory_utilization": MEMORY_SHARE}
-    llm = LLM(model, enable_prefix_caching=False, **(QUICK_LIMITS if session.is_toy else limits))  # type: ignore[arg-type]
+    llm = LLM(model, enable_prefix_caching=False, warm_up=False, **(QUICK_LIMITS if session.is_toy else limits))  # type: ignore[arg-type]
     warm_up(llm.engine, requests, math.inf)
     runs = []
     for _ in range(1 if session.is_toy else num_runs):

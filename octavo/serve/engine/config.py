@@ -8,6 +8,8 @@ from octavo.errors import ConfigError
 # tokens a step behind a server: a step with a prompt keeps the answers under way waiting, here for some 20 ms of an 8B
 # model on an H200, or half of that while few prompts wait; offline, longer steps are a little more efficient
 SERVED_BATCHED_TOKENS = 1024
+# tokens of the sequences that an engine prepares for before it takes requests: bounds on the length of 512, 1024, 2048
+READY_LEN = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +33,7 @@ class EngineConfig:
         plan_known_lengths: begin no sequence whose known length (ignore_eos, nothing that stops it) would make others
             lose their pages later, as far as theirs are known, too. It changes no token.
         enable_return_routed_experts: record the experts that each token was sent to, for CompletionOutput.
+        warm_up: compile kernels and capture CUDA graphs before the first request.
 
     Raises:
         ConfigError: for a value out of range.
@@ -48,6 +51,7 @@ class EngineConfig:
     enable_return_routed_experts: bool = False
     plan_known_lengths: bool = True
     prompt_tokens_beside_decodes: int | None = None
+    warm_up: bool = True
 
     def __post_init__(self) -> None:
         for name, low in (

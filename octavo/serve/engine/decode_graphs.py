@@ -87,14 +87,20 @@ class DecodeGraphs(CapturedSteps[tuple[int, int], StepGraph]):
 
     def prepare_next(self, most_rows: int, longest: int, least_rows: int = 1) -> bool:
         """Capture one graph that steps of so many sequences and tokens will need; False where all are there."""
+        missing = self.missing(most_rows, longest, least_rows)
+        return bool(missing) and self._prepare(missing[0])
+
+    def missing(self, most_rows: int, longest: int, least_rows: int = 1) -> list[tuple[int, int]]:
+        """Keys of all that these steps will need and that can be captured: short bounds first, large steps first, whose
+        memory the smaller ones share."""
+        if self.obstacle is not None:
+            return []
         first, last = (self.batch_sizes.index(self._size(rows)) for rows in (least_rows, most_rows))
-        sizes = self.batch_sizes[first : last + 1]
+        sizes = self.batch_sizes[first : last + 1][::-1]
         bounds = [self._bound(1)]
         while bounds[-1] < min(longest, self.max_model_len):
             bounds.append(self._bound(bounds[-1] + 1))
-        keys = ((size, bound) for bound in bounds for size in sizes)
-        missing = next((key for key in keys if key not in self._captured), None)
-        return missing is not None and self._get(missing) is not None
+        return [(size, bound) for bound in bounds for size in sizes if (size, bound) not in self._captured]
 
     def forward(self, graph: StepGraph, seq_lens: Rows[int], slots: Rows[int]) -> None:
         """Replay up to the logits, for sequences of these lengths whose newest tokens are in their slots."""
@@ -114,15 +120,26 @@ class DecodeGraphs(CapturedSteps[tuple[int, int], StepGraph]):
 
     def _capture(self, key: tuple[int, int]) -> StepGraph:
         size, bound = key
-        device = self.model.device
-        inputs = torch.stack(
-            [torch.zeros(size, dtype=torch.int32), torch.full((size,), self.slots.num_slots, dtype=torch.int32)]
-        ).to(device)
+        inputs = self._padding(size)
         with self._recorder.ready():
             try_out(lambda: self._draw(inputs, self._logits(inputs, bound)))
             forward, logits = self._recorder.record(lambda: self._logits(inputs, bound))
             draw, tokens = self._recorder.record(lambda: self._draw(inputs, logits))
         return StepGraph(inputs, forward, draw, borrow(logits), borrow(tokens), drawing_group(self.model, size))
+
+    def run_uncaptured(self, size: int, bound: int) -> None:
+        """Compute such a step over padding: what it launches is compiled then."""
+        inputs = self._padding(size)
+        self._draw(inputs, self._logits(inputs, bound))
+
+    def _padding(self, size: int) -> torch.Tensor:
+        """StepGraph's inputs of padding rows alone."""
+        rows = [torch.zeros(size, dtype=torch.int32), torch.full((size,), self.slots.num_slots, dtype=torch.int32)]
+        return torch.stack(rows).to(self.model.device)
+
+    def _run_once(self, step: StepGraph) -> None:
+        step.forward.replay()
+        step.draw.replay()
 
     def _logits(self, inputs: torch.Tensor, bound: int) -> torch.Tensor:
         seq_lens, slots = inputs[0], inputs[1].long()

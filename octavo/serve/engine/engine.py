@@ -1,5 +1,6 @@
 """The engine: takes requests and steps until they are done; an EngineDriver steps it."""
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -12,10 +13,11 @@ from octavo.models.tokenizer import Tokenizer
 from octavo.nn import Linear, pin_codes
 from octavo.nn.finite_weights import check_finite_weights
 from octavo.nn.weights.version import ModelState
+from octavo.ops._runtime.kernel_cache import use_checked_cache
 from octavo.ops.attention import PAGE_SIZE
 from octavo.ops.sampling import request_seed
 from octavo.serve.engine.completion import make_output
-from octavo.serve.engine.config import EngineConfig
+from octavo.serve.engine.config import READY_LEN, EngineConfig
 from octavo.serve.engine.detokenizer import Detokenizer
 from octavo.serve.engine.grammar import CompiledSchema, GrammarFactory
 from octavo.serve.engine.kv_cache import allocate_kv_cache, page_bytes, plan_num_pages, release_memory
@@ -32,6 +34,12 @@ from octavo.serve.sampling_params import SamplingParams
 from octavo.weights.update import RunningPolicy, WeightUpdate, check_policy
 
 T = TypeVar("T")
+
+# an engine that is not ready by then is it all the same, and goes on when it is idle
+_READY_S = 120.0
+_PROGRESS_S = 3.0  # between two lines on the log
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -53,6 +61,7 @@ class Engine:
     def __init__(
         self, model: Decoder, tokenizer: Tokenizer | None, config: EngineConfig, eos_ids: Iterable[int] = ()
     ) -> None:
+        use_checked_cache(model.device)
         self.model, self.tokenizer, self.config = model, tokenizer, config
         pin_codes(model)  # CUDA graphs and weight updates go by the addresses
         num_pages = plan_num_pages(model, config)
@@ -204,6 +213,24 @@ class Engine:
         """
         while self.prepare_next(num_seqs, max_len, least_seqs):
             pass
+
+    def prepare(self) -> None:
+        """Get ready for most requests: warm_up for sequences of up to READY_LEN tokens, with its progress on the log.
+
+        It does nothing on a CPU.
+        """
+        runner, began = self.model_runner, time.perf_counter()
+        if not runner.compiles:
+            return
+        limits = self.config.max_num_seqs, min(READY_LEN, self.max_model_len)
+        total, told = runner.num_missing_graphs(*limits), began
+        while (now := time.perf_counter()) - began < _READY_S and self.prepare_next(max_len=READY_LEN):
+            if now - told >= _PROGRESS_S:
+                told, num = now, total - runner.num_missing_graphs(*limits)
+                logger.info("preparing %s", f"{num} of {total} CUDA graphs" if num else "kernels")
+        runner.wait()
+        num = total - runner.num_missing_graphs(*limits)
+        logger.info("kernels and %d of %d CUDA graphs prepared in %.1f s", num, total, time.perf_counter() - began)
 
     def abort(self, request: RequestState) -> None:
         """Drop a request's unfinished sequences."""

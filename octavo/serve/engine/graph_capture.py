@@ -12,6 +12,9 @@ import torch
 from octavo.models import Decoder
 from octavo.nn import captured_with_codes, live_tensors, pin_codes
 
+# what captures leave of the GPU's memory: at its end torch would give away what it keeps for the largest steps
+LEAST_FREE_BYTES = 128 << 20
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -112,10 +115,11 @@ class CapturedSteps(ABC, Generic[K, S]):
     Attributes:
         what: a warning's beginning: what goes on without them where none can be captured.
         addresses: of the weights that the graphs read; see operand_addresses.
-        obstacle: why nothing can be captured, or None.
+        obstacle: why nothing more can be captured, or None.
     """
 
     what: str
+    _lacks_memory = False
 
     def __init__(self, model: Decoder) -> None:
         self.model = model
@@ -132,6 +136,8 @@ class CapturedSteps(ABC, Generic[K, S]):
         """Drop all graphs and their memory."""
         self._captured.clear()
         self._recorder.clear()
+        if self._lacks_memory:  # which is free now
+            self.obstacle, self._lacks_memory = None, False
 
     def _get(self, key: K) -> S | None:
         """The step, captured if need be; None where none can be, on no rank of a model that is cut."""
@@ -141,19 +147,53 @@ class CapturedSteps(ABC, Generic[K, S]):
                 self.obstacle = next(filter(None, group.together(lambda: self.obstacle)), None)
             if self.obstacle is not None:
                 self._captured.pop(key, None)
-                logger.warning("%s without CUDA graphs, this model waits for the host: %s", self.what, self.obstacle)
+                self._warn(self.obstacle)
         return self._captured.get(key)
 
     def _try(self, key: K) -> None:
         try:
+            if (free := _free_bytes(self.model)) < LEAST_FREE_BYTES:
+                raise torch.OutOfMemoryError(f"nearly out of memory: {free >> 20} MiB are free")
             if self.is_empty:
                 self.addresses = operand_addresses(self.model)
             self._captured[key] = self._capture(key)
         except RuntimeError as error:
             self.obstacle = str(error).splitlines()[0]
 
+    def _warn(self, obstacle: str) -> None:
+        """Say once what goes on without graphs; those that are captured stay."""
+        self._lacks_memory = "out of memory" in obstacle
+        if not self._captured and not self._lacks_memory:
+            logger.warning("%s without CUDA graphs, this model waits for the host: %s", self.what, obstacle)
+            return
+        remedy = "; lower gpu_memory_utilization or max_num_seqs" if self._lacks_memory else ""
+        num = len(self._captured)
+        text = "%s with %d CUDA graphs, and steps of other sizes wait for the host: %s%s"
+        logger.warning(text, self.what, num, obstacle, remedy)
+
+    def _prepare(self, key: K) -> bool:
+        """Capture a step and run it once, over padding alone: a GPU takes in a graph when it first runs.
+
+        Returns:
+            False where it cannot be captured.
+        """
+        step = self._get(key)
+        if step is not None:
+            self._run_once(step)
+        return step is not None
+
     @abstractmethod
     def _capture(self, key: K) -> S: ...
+
+    @abstractmethod
+    def _run_once(self, step: S) -> None: ...
+
+
+def _free_bytes(model: Decoder) -> int:
+    """Of the GPU's memory; where ranks compute together, on the one with the least, for all of them capture or none."""
+    is_gpu = model.device.type == "cuda"
+    free: int = torch.cuda.mem_get_info(model.device)[0] if is_gpu else LEAST_FREE_BYTES
+    return free if model.tensor_group is None else model.tensor_group.smallest(free)
 
 
 def operand_addresses(model: Decoder) -> list[int]:

@@ -116,6 +116,17 @@ def release_memory(model: Decoder) -> None:
 
 
 @torch.no_grad()
+def run_full_step(model: Decoder, config: EngineConfig) -> None:
+    """What takes the most memory: a step of as many tokens as one may have, without a cache."""
+    num_tokens = config.max_num_batched_tokens
+    longest = min(PAGE_SIZE, model.config.max_position_embeddings)
+    lengths = [min(longest, num_tokens - start) for start in range(0, num_tokens, longest)]
+    token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=model.device)
+    hidden = model(token_ids, PackedContext.from_lengths(lengths, model.numerics, model.device, model.kv_table))
+    model.logits(hidden[: config.max_num_seqs]).softmax(dim=-1)
+
+
+@torch.no_grad()
 def _cuda_bytes(model: Decoder, config: EngineConfig) -> int:
     """The share of the GPU's memory asked for, less what is taken and what steps need on top.
 
@@ -124,17 +135,12 @@ def _cuda_bytes(model: Decoder, config: EngineConfig) -> int:
     """
     device = model.device
     num_tokens = config.max_num_batched_tokens
-    longest = min(PAGE_SIZE, model.config.max_position_embeddings)
-    lengths = [min(longest, num_tokens - start) for start in range(0, num_tokens, longest)]
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    hidden = model(token_ids, PackedContext.from_lengths(lengths, model.numerics, device, model.kv_table))
-    model.logits(hidden[: config.max_num_seqs]).softmax(dim=-1)
+    run_full_step(model, config)
     reserve_logits(model, config)
     step_bytes = torch.cuda.max_memory_allocated(device) - before
-    del hidden, token_ids
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     largest = min(sizes_for(model, num_tokens)[-1], num_tokens)

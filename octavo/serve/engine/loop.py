@@ -310,8 +310,9 @@ class EngineLoop:
                 self._inbox.get()()
 
     def _can_prepare(self, engine: Engine) -> bool:
-        """Whether this idle moment was used to get ready for steps to come; not before the first request."""
-        return engine.stats.num_steps > 0 and self._inbox.empty() and engine.prepare_next()
+        """Whether this idle moment was used to get ready for steps to come; without a warm-up not before the first."""
+        may_begin = engine.config.warm_up or engine.stats.num_steps > 0
+        return may_begin and self._inbox.empty() and engine.prepare_next()
 
     def _take_messages(self, is_last: bool = False) -> None:
         while True:

@@ -5,6 +5,7 @@ is read. A token that the host does not know yet is taken from its sequence's sl
 """
 
 import contextlib
+import logging
 import operator
 from typing import NamedTuple
 
@@ -22,11 +23,13 @@ from octavo.serve.engine.logit_adjustment import LogitsProcessor, Plan
 from octavo.serve.engine.paged_context import PagedContext
 from octavo.serve.engine.prompt_graphs import PromptGraphs
 from octavo.serve.engine.prompt_logprobs import score_prompts
-from octavo.serve.engine.prompt_warm_up import plan_warm_up
+from octavo.serve.engine.prompt_warm_up import plan_decodes, plan_warm_up
 from octavo.serve.engine.sampler import Scores, most_logprobs, read, report
 from octavo.serve.engine.scheduler import Chunk
 from octavo.serve.engine.slots import Slots
 from octavo.serve.engine.varlen_prefill import long_batches, long_length, prepare_batch
+
+logger = logging.getLogger(__name__)
 
 _is_decode = operator.attrgetter("is_decode")  # at every step of every sequence, so without a frame of its own
 
@@ -63,13 +66,15 @@ class ModelRunner:
         self.choices = RoutedExpertsRecorder(model, num_pages) if config.enable_return_routed_experts else None
         self._max_chunk, self._longest = config.max_num_batched_tokens, max_model_len
         most_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
-        self._warm_up_steps = plan_warm_up(config.max_num_seqs, most_tokens)
+        self.warm_up_steps = plan_warm_up(config.max_num_seqs, most_tokens)
         self._prepared: set[tuple[int, int]] = set()
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
         if captures_steps(model, config):
             self.graphs = DecodeGraphs(model, self.slots, layers, config.max_num_seqs, max_model_len, self.choices)
             self.prompt_graphs = PromptGraphs(model, layers, most_tokens, self.choices)
+        else:
+            self.warm_up_steps += plan_decodes(config.max_num_seqs)
 
     # no_grad, not inference_mode: the 8-bit weights made here are the trainer's too
     @torch.no_grad()
@@ -115,14 +120,43 @@ class ModelRunner:
     def prepare_next(self, num_seqs: int, max_len: int, least_seqs: int = 1) -> bool:
         """Make one thing ready that steps of so many sequences and tokens need; False where all is ready."""
         table = self.model.kv_table
-        if self.graphs is None or not self.layers or (table is not None and table.is_calibrating):
+        if not self.compiles or not self.layers or (table is not None and table.is_calibrating):
             return False
-        if self._warm_up_steps and table is None:  # whose scales count what is written
-            self._warm_up_steps.pop().run(self.model, self.layers, self.slots, self._longest)
+        if self.warm_up_steps and table is None:  # whose scales count what is written
+            self._run_warm_up_step()
             return True
-        if self._prepare_prompts(max_len) or self.graphs.prepare_next(num_seqs, max_len, least_seqs):
+        if self._prepare_prompts(max_len):
+            return True
+        if self.graphs is not None and self.graphs.prepare_next(num_seqs, max_len, least_seqs):
             return True
         return self.prompt_graphs is not None and self.prompt_graphs.prepare_next()
+
+    def num_missing_graphs(self, num_seqs: int, max_len: int, least_seqs: int = 1) -> int:
+        """CUDA graphs that prepare_next has still to capture; all pieces of a step with prompts count as one."""
+        num_decodes = 0 if self.graphs is None else len(self.graphs.missing(num_seqs, max_len, least_seqs))
+        return num_decodes + (0 if self.prompt_graphs is None else len(self.prompt_graphs.missing()))
+
+    @property
+    def compiles(self) -> bool:
+        """Whether there is anything to make ready: not on a CPU."""
+        return self.graphs is not None or self.model.device.type == "cuda"
+
+    def wait(self) -> None:
+        """Until the device has done what it was given."""
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+
+    def _run_warm_up_step(self) -> None:
+        """The next of them; where memory lacks for one, so it does for those that are as large, and not for others."""
+        step = self.warm_up_steps.pop()
+        try:
+            step.run(self.model, self.layers, self.slots, self._longest)
+        except torch.OutOfMemoryError as error:
+            if self.model.tensor_group is not None:  # the others wait for this rank
+                raise
+            self.warm_up_steps = [each for each in self.warm_up_steps if each.num_tokens < step.num_tokens]
+            text = "no warm-up of steps of %d tokens and more: %s; lower gpu_memory_utilization"
+            logger.warning(text, step.num_tokens, str(error).splitlines()[0])
 
     def _prepare_prompts(self, max_len: int) -> bool:
         """Prepare one batch of long prompts; False where all are ready."""

@@ -84,8 +84,14 @@ class PromptGraphs(CapturedSteps[int, StepPieces]):
 
     def prepare_next(self) -> bool:
         """Capture the pieces of one size; False where all are there or none can be."""
-        missing = next((size for size in self.sizes if size not in self._captured), None)
-        return missing is not None and self._get(missing) is not None
+        missing = self.missing()
+        return bool(missing) and self._prepare(missing[0])
+
+    def missing(self) -> list[int]:
+        """All sizes that can be captured and are not, the largest first, whose memory the smaller ones share."""
+        if self.obstacle is not None:
+            return []
+        return [size for size in reversed(self.sizes) if size not in self._captured]
 
     def run(self, token_ids: torch.Tensor, context: PagedContext) -> torch.Tensor | None:
         """A step's hidden states [T, hidden_size]; None where it is too large, or of a size for the first time."""
@@ -128,6 +134,10 @@ class PromptGraphs(CapturedSteps[int, StepPieces]):
                 hidden = self._forward(inputs, between)
                 between.pieces.append(self._recorder.end())
         return StepPieces(inputs, between.pieces, between.stops, borrow(hidden))
+
+    def _run_once(self, step: StepPieces) -> None:
+        for piece in step.pieces:
+            piece.replay()
 
     def _forward(self, inputs: torch.Tensor, context: "_Between") -> torch.Tensor:
         if self.choices is None:

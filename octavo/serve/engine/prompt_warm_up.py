@@ -1,4 +1,4 @@
-"""Warm-up of steps with prompts, over dummy tokens: what they compile and load, no request has to wait for.
+"""Warm-up steps over dummy tokens: what steps of their kind compile and load, no request has to wait for.
 
 A kernel is compiled again where a size that it is given becomes 1 or (no) multiple of 16, or passes a bound between two
 tiles. The steps pass through those of tokens, of sequences that decode beside the prompts, and of both.
@@ -18,13 +18,21 @@ from octavo.serve.engine.slots import Slots
 _TOKENS = (32, 64, 128, 256, 1024, 4096)  # between the bounds of what takes few tokens and of what takes many
 _NUM_DECODES = (0, 5, 15)  # one sequence beside them makes 1, 6 and 16
 _DECODED_AT = 5  # tokens of a sequence that decodes
+# sequences of steps without prompts, likewise, and their tokens: in one piece of an attention, and in several
+_DECODES_ALONE, _DECODED_ALONE_AT = (1, 5, 16, 24, 37, 64, 100, 128, 200, 256), (_DECODED_AT, 1100)
 
 
 class WarmUpStep(NamedTuple):
-    """One step: sequences that decode, and tokens of prompts."""
+    """One step: sequences that decode, tokens of prompts, and tokens of each sequence that decodes."""
 
     num_decodes: int
     num_prompt_tokens: int
+    decoded_at: int = _DECODED_AT
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the whole step."""
+        return self.num_decodes + self.num_prompt_tokens
 
     def run(self, model: Decoder, layers: list[PagedKVLayer], slots: Slots, longest: int) -> None:
         """Compute it as the model runner would; it writes into no page, and reads whatever the first one holds.
@@ -32,7 +40,8 @@ class WarmUpStep(NamedTuple):
         Args:
             longest: tokens of a sequence at most.
         """
-        spans = [(_DECODED_AT - 1, _DECODED_AT)] * self.num_decodes
+        end = min(self.decoded_at, longest)
+        spans = [(end - 1, end)] * self.num_decodes
         left = self.num_prompt_tokens
         while left:
             spans.append((0, min(left, longest)))
@@ -40,15 +49,14 @@ class WarmUpStep(NamedTuple):
         tables = [[0] * -(-end // PAGE_SIZE) for _, end in spans]
         context = PagedContext.build(spans, tables, layers, model.numerics.exact, model.device)
         context = dataclasses.replace(context, slot_mapping=torch.full_like(context.slot_mapping, -1))
-        num_tokens = self.num_decodes + self.num_prompt_tokens
-        hidden = model(torch.zeros(num_tokens, dtype=torch.int64, device=model.device), context)
+        hidden = model(torch.zeros(self.num_tokens, dtype=torch.int64, device=model.device), context)
         logits = model.logits(hidden[context.cu_seqlens_q[1:].long() - 1])
         dummies = torch.zeros(len(spans), dtype=torch.int64, device=model.device)
         sample(logits, *slots.controls(dummies), context.seq_lens.long())
 
 
 def plan_warm_up(num_seqs: int, max_tokens: int) -> list[WarmUpStep]:
-    """All that an engine of so many sequences and tokens a step needs, each once."""
+    """Steps with prompts: all that an engine of so many sequences and tokens a step needs, each once."""
     sizes = sorted({*(n for n in _TOKENS if n < max_tokens), max_tokens})
     decodes = sorted({min(n, num_seqs - 1) for n in _NUM_DECODES})
     return list(
@@ -60,3 +68,9 @@ def plan_warm_up(num_seqs: int, max_tokens: int) -> list[WarmUpStep]:
             if size - odd - num_decodes > 1
         )
     )
+
+
+def plan_decodes(num_seqs: int) -> list[WarmUpStep]:
+    """Steps without prompts, for an engine that captures none."""
+    sizes = sorted({*(n for n in _DECODES_ALONE if n < num_seqs), num_seqs})
+    return [WarmUpStep(size, 0, end) for end in _DECODED_ALONE_AT for size in sizes]

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from octavo.ops._runtime.registry import implementation_of
 
 _ATEN = torch.ops.aten
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _PUTS = (_ATEN.index_put, _ATEN.index_put_, _ATEN._index_put_impl_)
 _OPS_THAT_WAIT = (
     *(_ATEN._local_scalar_dense, _ATEN.equal, _ATEN.is_nonzero, _ATEN.allclose, _ATEN.nonzero, _ATEN.masked_select),
@@ -37,6 +38,11 @@ class NoWaiting(TorchDispatchMode):
     torch's own check (set_sync_debug_mode) is the process's: it would stop a learner that waits in another thread.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch asks: to skip its compiler it would import it at the first operation, which takes seconds."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -45,8 +51,18 @@ class NoWaiting(TorchDispatchMode):
             raise RuntimeError(f"{func} waits for the GPU")
         ours = implementation_of(func, args[0]) if args else None
         with self:  # which torch has turned off here; what an op is made of goes through it, too
-            made = func.decompose(*args, **kwargs) if ours is None else ours(*args, **kwargs)
+            made = _take_apart(func, args, kwargs) if ours is None else ours(*args, **kwargs)
         return func(*args, **kwargs) if made is NotImplemented else made
+
+
+def _take_apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operation returns that is made of others; else NotImplemented.
+
+    As decompose, which prefers torch's Python versions: that of matmul imports sympy, which takes a second.
+    """
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE):
+        return func._op_dk(_COMPOSITE, *args, **kwargs)
+    return func.decompose(*args, **kwargs)
 
 
 def _waits(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

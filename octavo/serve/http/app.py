@@ -39,8 +39,14 @@ def build_app(build_engine: Callable[[], Engine], config: ServerConfig) -> FastA
         The app; app.state.service is its Service.
     """
     metrics = Metrics(config.model_names[0])
+
+    def build() -> Engine:
+        built = build_engine()
+        texts.prepare(built.tokenizer)
+        return built
+
     engine = EngineClient(
-        build_engine,
+        build,
         max_num_waiting=config.max_num_waiting,
         step_timeout_s=config.step_timeout_s,
         observe=metrics.observe,

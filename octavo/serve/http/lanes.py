@@ -85,6 +85,13 @@ class Nursery:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Start it, so that the first fork need not wait for it; one that does not start says so on the log."""
+        with contextlib.suppress(UnavailableError), self._lock:
+            if not self._is_closed:
+                self._running()
 
     def fork(self, niceness: int) -> Connection:
         """A new worker's socket.
@@ -93,19 +100,25 @@ class Nursery:
             UnavailableError: the program did not start. What setup raises.
         """
         with self._lock:
-            if self._control is None or self._process is None or self._process.poll() is not None:
-                self._end()
-                self._control = self._start()
+            control = self._running()
             ours, theirs = socket.socketpair()
             with theirs:
-                socket.send_fds(self._control, [bytes([niceness])], [theirs.fileno()])
+                socket.send_fds(control, [bytes([niceness])], [theirs.fileno()])
         return Connection(ours.detach())
 
     def close(self) -> None:
         """End it and its workers."""
+        self._is_closed = True
         self._kill()  # also while it starts
         with self._lock:
             self._end()
+
+    def _running(self) -> socket.socket:
+        """The socket of a process that lives."""
+        if self._control is None or self._process is None or self._process.poll() is not None:
+            self._end()
+            self._control = self._start()
+        return self._control
 
     def _start(self) -> socket.socket:
         setup = self._setup()
@@ -138,7 +151,8 @@ class Nursery:
         if answer != worker_process.READY:
             ours.close()
             self._end()
-            logger.error("a worker process did not start: %s", error)
+            if not self._is_closed:
+                logger.error("a worker process did not start: %s", error)
             raise UnavailableError(f"the process that this request needs did not start: {error}")
         return ours
 

@@ -1,6 +1,7 @@
 """Texts: what a server does with text, beside its event loop: large bodies, chat templates, tokens."""
 
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -30,13 +31,24 @@ class Texts:
     """
 
     def __init__(self, tokenizer: Callable[[], Tokenizer | None]) -> None:
-        self._nursery = Nursery(worker.__name__, lambda: worker.setup_of(tokenizer()))
+        self._tokenizer = tokenizer
+        self._nursery = Nursery(worker.__name__, lambda: worker.setup_of(self._tokenizer()))
         self._short = Lane("short texts", 2, 256)
         self._long = WorkerLane("long texts", 2, 16, nursery=self._nursery, limit_s=LONG_S, niceness=10)
         chat = functools.partial(WorkerLane, "the chat template", 2, nursery=self._nursery)
         self._quick_chat = chat(64, limit_s=QUICK_CHAT_S, niceness=0)
         self._slow_chat = chat(8, limit_s=CHAT_S, niceness=10)
         self._longest_token = functools.cache(longest_token_chars)
+
+    def prepare(self, tokenizer: Tokenizer | None) -> None:
+        """Start the process that renders conversations, where it will: else the first one waits some seconds for it.
+
+        Args:
+            tokenizer: the server's, before its engine is there.
+        """
+        if _has_template(tokenizer):
+            self._tokenizer = lambda: tokenizer
+            threading.Thread(target=self._nursery.start, name="octavo-nursery", daemon=True).start()
 
     async def run(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
         """Call where a body or text of this size is read. Errors as Lane.run."""
@@ -53,7 +65,7 @@ class Texts:
 
         One that takes long begins again beside others of its kind, so that quick ones never wait behind it.
         """
-        if tokenizer.chat_template in (None, DEFAULT_CHAT_TEMPLATE):
+        if not _has_template(tokenizer):
             return render(tokenizer, messages, add_generation_prompt=add_prompt, template_kwargs=kwargs)
         try:
             return await self._quick_chat.run(worker.render_chat, messages, add_prompt, kwargs)
@@ -101,6 +113,11 @@ class Texts:
         for lane in (self._short, self._long, self._quick_chat, self._slow_chat):
             lane.close()
         self._nursery.close()
+
+
+def _has_template(tokenizer: Tokenizer | None) -> bool:
+    """Whether it has one of its own."""
+    return tokenizer is not None and tokenizer.chat_template not in (None, DEFAULT_CHAT_TEMPLATE)
 
 
 def _too_long(text: str, field: str) -> ApiError:

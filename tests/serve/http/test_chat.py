@@ -1,5 +1,7 @@
 """/v1/chat/completions through the openai client, /tokenize and /detokenize."""
 
+import threading
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -9,6 +11,7 @@ import pytest
 from octavo.models.chat import render
 from octavo.models.tokenizer import Tokenizer
 from octavo.serve.http import schema
+from octavo.serve.http.texts import Texts
 from tests.serve.http.running import NAME, VOCAB, Running, byte_tokenizer, make_engine, running, script
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "tell me"}]
@@ -90,6 +93,23 @@ def templated() -> Iterator[Running]:
         patch.setattr("octavo.serve.http.texts.CHAT_S", 0.5)
         with running(lambda: make_engine(own)) as server:
             yield server
+
+
+def test_what_renders_it_starts_with_the_server(templated: Running) -> None:
+    nursery = templated.service.texts._nursery
+    deadline = time.monotonic() + 60
+    while nursery._control is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert nursery._process is not None and nursery._process.poll() is None
+    began = nursery._process.pid
+    assert templated.post("/tokenize", messages=MESSAGES).status_code == 200
+    assert nursery._process.pid == began
+    assert not any(thread.name == "octavo-nursery" for thread in threading.enumerate())
+    texts = Texts(lambda: None)
+    for tokenizer in (None, byte_tokenizer()):  # which has none: nothing will be rendered there
+        texts.prepare(tokenizer)
+        assert not any(thread.name == "octavo-nursery" for thread in threading.enumerate())
+    texts.close()
 
 
 def test_a_checkpoints_own_template_and_its_variables(templated: Running) -> None:

@@ -99,7 +99,9 @@ pid, sleep, die, fail = os.getpid, time.sleep, os._exit, int
 """
 
 
-def test_a_worker_is_ended_with_its_call_and_another_takes_its_place(tmp_path: Path) -> None:
+def test_a_worker_is_ended_with_its_call_and_another_takes_its_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     nursery = Nursery(str(program), lambda: None)
@@ -133,6 +135,14 @@ def test_a_worker_is_ended_with_its_call_and_another_takes_its_place(tmp_path: P
     nursery.close()
     with pytest.raises(UnavailableError, match="did not start: ValueError: no vocabulary"):
         Nursery(str(program), lambda: "broken").fork(0)
+    caplog.clear()
+    broken = Nursery(str(program), lambda: "broken")
+    broken.start()  # ahead of a request, which then says it
+    assert "did not start: ValueError: no vocabulary" in caplog.text
+    caplog.clear()
+    broken.close()
+    broken.start()  # one that is closed while it starts has no news
+    assert not caplog.text
 
 
 def test_workers_end_with_a_server_that_is_killed(tmp_path: Path) -> None:

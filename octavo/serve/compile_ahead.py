@@ -1,0 +1,149 @@
+"""Kernels that a checkpoint will need, compiled by a stand-in for it: in threads, while its weights are read.
+
+Most of a compilation is outside of Python, in the compiler and the assembler, so that threads share the work. What they
+make is in this process and in Triton's cache on disk, where engines find it.
+"""
+
+import contextlib
+import functools
+import gc
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.errors import OctavoError
+from octavo.models import Decoder
+from octavo.serve.engine import EngineConfig
+from octavo.serve.engine.config import READY_LEN
+from octavo.serve.engine.kv_cache import allocate_kv_cache, run_full_step
+from octavo.serve.engine.model_runner import ModelRunner
+from octavo.serve.stand_in import build_stand_in, has_room
+from octavo.serve.tensor_workers import chosen_device
+
+NUM_THREADS = 4
+
+logger = logging.getLogger(__name__)
+
+Job = Callable[[], object]
+
+
+class CompilerThreads:
+    """Runs the steps that a model's engine will run, in threads, so that their kernels are compiled.
+
+    Args:
+        build: makes the model, in a thread.
+        config: the engine's.
+        max_len: tokens of the longest sequence that is thought of.
+        device: where the model is.
+
+    Attributes:
+        error: what the first of them failed of; the others go on.
+        num_done: steps.
+    """
+
+    def __init__(
+        self, build: Callable[[], Decoder], config: EngineConfig, device: torch.device, max_len: int = READY_LEN
+    ) -> None:
+        self.error: Exception | None = None
+        self.num_done = 0
+        self._build, self._config, self._device, self._max_len = build, config, device, max_len
+        self._is_stopped, self._lock = threading.Event(), threading.Lock()
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="octavo-compile")
+        self._all: Future[None] = self._pool.submit(self._begin)
+
+    def finish(self, *, early: bool = False) -> None:
+        """Wait for all steps; early: for those that have begun."""
+        if early:
+            self._is_stopped.set()
+        self._all.result()
+        self._pool.shutdown()
+
+    def _begin(self) -> None:
+        jobs: list[Job] = []
+        self._try(lambda: jobs.extend(jobs_of(self._build(), self._config, self._max_len)))
+        for i, job in enumerate(jobs):
+            if i == 0:
+                self._count(job)  # alone: what a model makes at its first step is not made by two threads
+            else:
+                self._pool.submit(self._count, job)
+
+    def _count(self, job: Job) -> None:
+        if self._try(job):
+            with self._lock:
+                self.num_done += 1
+
+    def _try(self, job: Job) -> bool:
+        if self._is_stopped.is_set():
+            return False
+        try:
+            with torch.no_grad(), _current(self._device):
+                job()
+        except Exception as error:  # whatever a compiler may raise; the engine itself meets it again
+            with self._lock:
+                is_first, self.error = self.error is None, self.error or error
+            if is_first:
+                logger.warning(
+                    "compiling ahead failed, kernels are compiled when they are needed: %s: %s",
+                    type(error).__name__,
+                    error,
+                )
+            return False
+        return True
+
+
+def jobs_of(model: Decoder, config: EngineConfig, max_len: int) -> list[Job]:
+    """Steps of every kind that an engine of this model runs, over dummy tokens, the smallest first."""
+    longest = config.resolve_max_model_len(model.config.max_position_embeddings, None)
+    runner = ModelRunner(model, allocate_kv_cache(model, 1), config, longest)
+    steps = sorted(runner.warm_up_steps, key=lambda step: step.num_tokens)
+    where = model, runner.layers, runner.slots, longest
+    jobs: list[Job] = [functools.partial(step.run, *where) for step in steps]
+    jobs.append(functools.partial(run_full_step, model, config))
+    if (graphs := runner.graphs) is not None:
+        keys = graphs.missing(config.max_num_seqs, min(max_len, longest))
+        jobs += [functools.partial(graphs.run_uncaptured, *key) for key in keys]
+    return jobs
+
+
+@contextlib.contextmanager
+def compiling_ahead(path: Path, asked: dict[str, Any], config: EngineConfig) -> Iterator[None]:
+    """Compile a checkpoint's kernels beside what is done within; nothing on a CPU, or where memory is tight.
+
+    Without a warm-up no more is waited for than what has begun.
+
+    Args:
+        asked: load_for_inference's arguments.
+    """
+    threads = _start(path, asked, config)
+    if threads is None:
+        yield
+        return
+    try:
+        yield
+    except BaseException:
+        threads.finish(early=True)
+        raise
+    threads.finish(early=not config.warm_up)
+    del threads
+    gc.collect()  # the stand-in's memory is the cache's
+    torch.cuda.empty_cache()
+
+
+def _start(path: Path, asked: dict[str, Any], config: EngineConfig) -> CompilerThreads | None:
+    device = chosen_device(asked["device"])
+    if device.type != "cuda":
+        return None
+    with contextlib.suppress(OctavoError):  # which loading raises as well
+        if has_room(path, asked, torch.cuda.mem_get_info(device)[0]):
+            return CompilerThreads(lambda: build_stand_in(path, asked, device), config, device)
+        logger.info("kernels are compiled when the weights are there: both at once would take more memory than is free")
+    return None
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -38,7 +38,7 @@ from tests.serve.http.running import VOCAB, byte_tokenizer
 from tests.serve.http.test_chaos import served
 
 LIMITS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "num_kv_pages": 8, "device": "cpu"}
-FP8: dict[str, Any] = {"quantization": "fp8", "kv_cache_dtype": "fp8", "exact": True}
+FP8: dict[str, Any] = {"quantization": "blockwise", "kv_cache_dtype": "fp8", "exact": True}
 
 
 @pytest.fixture(scope="module")

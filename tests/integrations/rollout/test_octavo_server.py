@@ -38,8 +38,8 @@ KEY = "admin"
 
 
 def serve_checkpoint(directory: Path, tokenizer: Tokenizer) -> Engine:
-    """What `octavo serve DIRECTORY --quantization fp8 --kv-cache-dtype fp8 --exact` builds."""
-    how: dict[str, Any] = {"quantization": "fp8", "kv_cache_dtype": "fp8", "exact": True, "device": "cpu"}
+    """What `octavo serve DIRECTORY --quantization blockwise --kv-cache-dtype fp8 --exact` builds."""
+    how: dict[str, Any] = {"quantization": "blockwise", "kv_cache_dtype": "fp8", "exact": True, "device": "cpu"}
     return LLM(directory, tokenizer, **how, max_num_seqs=16, num_kv_pages=40).engine
 
 

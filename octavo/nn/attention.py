@@ -102,7 +102,7 @@ class Attention(FusedLayer):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Split, norms and RoPE one after the other, each with its hooks: what split_heads does at once."""
         q, k, v = qkv.split(self.qkv_proj.parts, dim=-1)
-        q, k, v = (y.reshape(qkv.shape[0], -1, self.head_dim) for y in (q, k, v))
+        q, k, v = (y.reshape(qkv.shape[0], y.shape[1] // self.head_dim, self.head_dim) for y in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return self.rope(q, positions), self.rope(k, positions), v

@@ -43,7 +43,13 @@ NEVER = {"kv_fallback_clip_share": 0.0, "kv_fallback_flush_share": 0.0}
 
 def asked(path: Path, kind: str, margin: float = MARGIN) -> Asked:
     """What `octavo serve PATH --quantization blockwise --kv-cache-dtype fp8 --exact --kv-scales KIND` asks for."""
-    how = {"quantization": "blockwise", "kv_cache_dtype": "fp8", "attention_dtype": "auto", "exact": True, "device": "cpu"}
+    how: dict[str, Any] = {
+        "quantization": "blockwise",
+        "kv_cache_dtype": "fp8",
+        "attention_dtype": "auto",
+        "exact": True,
+        "device": "cpu",
+    }
     how["kv_scales"] = kind
     return Asked(path, None, how, EngineConfig(max_num_seqs=16, num_kv_pages=40), kv_scale_margin=margin)
 

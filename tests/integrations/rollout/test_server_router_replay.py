@@ -37,7 +37,7 @@ SPEC = SamplingSpec(samples_per_prompt=3, max_tokens=6, temperature=1.0, stop=EA
 
 
 def serve(path: Path, *, records: bool = True, **how: Any) -> Asked:
-    """What `octavo serve PATH --quantization blockwise --kv-cache-dtype fp8 --enable-return-routed-experts` asks for."""
+    """What `octavo serve PATH -q blockwise --kv-cache-dtype fp8 --enable-return-routed-experts` asks for."""
     fields = {"quantization": "blockwise", "kv_cache_dtype": "fp8", "attention_dtype": "auto", "exact": False}
     limits = EngineConfig(max_num_seqs=16, num_kv_pages=40, enable_return_routed_experts=records)
     return Asked(path, None, {**fields, "device": "cpu", **how}, limits)

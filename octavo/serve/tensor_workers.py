@@ -313,9 +313,15 @@ class LeadingEngine(Engine):
         with self._all_ranks("collect_pending"):
             return super().collect_pending()
 
-    def prepare_next(self, num_seqs: int | None = None, max_len: int | None = None, least_seqs: int = 1) -> bool:
-        with self._all_ranks("prepare_next", num_seqs, max_len, least_seqs):
-            return super().prepare_next(num_seqs, max_len, least_seqs)
+    def prepare_next(
+        self,
+        num_seqs: int | None = None,
+        max_len: int | None = None,
+        least_seqs: int = 1,
+        sparse: bool = False,
+    ) -> bool:
+        with self._all_ranks("prepare_next", num_seqs, max_len, least_seqs, sparse):
+            return super().prepare_next(num_seqs, max_len, least_seqs, sparse)
 
     def abort(self, request: RequestState) -> None:
         if any(not seq.is_finished for seq in request.sequences):

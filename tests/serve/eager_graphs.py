@@ -1,5 +1,6 @@
 """DecodeGraphs on a CPU: what is captured computes at each replay; no test file."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ class EagerGraphs(DecodeGraphs):
         self.model, self.slots, self.layers, self.choices = runner.model, runner.slots, runner.layers, None
         self.batch_sizes, self.max_model_len = batch_sizes, max_model_len
         self.addresses, self.obstacle, self._captured = [], None, {}
+        self._num_covered = Counter()
         self.num_dealt = 0
 
     def find(self, num_rows: int, longest: int) -> StepGraph | None:

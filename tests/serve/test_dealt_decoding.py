@@ -71,6 +71,8 @@ class Failing(CapturedSteps[int, str]):
             raise RuntimeError("out of memory\nand more")
         return f"step {key}"
 
+    def _cover(self, key: int) -> None: ...
+
     def _run_once(self, step: str) -> None: ...
 
 

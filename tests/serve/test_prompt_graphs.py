@@ -1,5 +1,6 @@
 """Steps with prompts by pieces of CUDA graphs: when they are captured, and that they change no bit."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.numerics import Numerics, get_recipe
 from octavo.ops.gemm.scaled_mm import unpadded_rows
-from octavo.serve.engine import prompt_graphs
+from octavo.serve.engine import graph_capture, prompt_graphs
 from octavo.serve.engine.paged_context import PagedContext
 from octavo.serve.engine.prompt_graphs import PromptGraphs, Stop, step_sizes
 from tests.serve.random_models import make_model, random_prompts
@@ -43,7 +44,7 @@ def make_graphs(monkeypatch: pytest.MonkeyPatch, max_tokens: int) -> PromptGraph
     """Pieces that nobody captures: their sizes stand for them."""
     graphs = object.__new__(PromptGraphs)
     graphs.sizes, graphs.obstacle = step_sizes(max_tokens, Numerics()), None
-    graphs._captured, graphs._seen = {}, set()
+    graphs._captured, graphs._seen, graphs._num_covered = {}, set(), Counter()
     graphs.model = make_model("llama", "bf16", device=torch.device("cpu"))
     monkeypatch.setattr(PromptGraphs, "_capture", lambda self, size: size)
     monkeypatch.setattr(PromptGraphs, "_run_once", lambda self, step: None)
@@ -64,6 +65,20 @@ def test_preparing_leaves_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -
     found: list[Any] = [graphs.run(torch.zeros(n, dtype=torch.int64), object()) for n in (1, 65, 300)]  # type: ignore[arg-type]
     assert found == [64, 128, 320]
     assert not graphs.is_empty
+
+
+def test_a_size_between_takes_the_next_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = make_graphs(monkeypatch, 2048)
+    while graphs.prepare_next(sparse=True):
+        pass
+    assert [*graphs._captured] == [2048, 1792, 1536, 1280, 1024, 768, 512, 384, 256, 128]
+    found: list[Any] = [graphs.run(torch.zeros(n, dtype=torch.int64), object()) for n in (50, 130, 513, 700)]  # type: ignore[arg-type]
+    assert found == [128, 256, 768, 768]  # 64, 192 and 640 are not there
+    monkeypatch.setattr(graph_capture, "COVERED_STEPS", 2)
+    found = [graphs.run(torch.zeros(1100, dtype=torch.int64), object()) for _ in range(4)]  # type: ignore[arg-type]
+    assert found == [1280, 1280, 1152, 1152]
+    del graphs._captured[256]
+    assert graphs.run(torch.zeros(130, dtype=torch.int64), object()) is None  # type: ignore[arg-type] # 384 is too large
 
 
 def test_what_cannot_be_captured_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

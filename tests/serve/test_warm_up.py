@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ def make_graphs(monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, max_model_le
     graphs = object.__new__(DecodeGraphs)
     graphs.batch_sizes = batch_sizes(max_num_seqs, Numerics())
     graphs.max_model_len, graphs._captured, graphs.obstacle = max_model_len, {}, None
+    graphs._num_covered = Counter()
     graphs.model = make_model("llama", "bf16", device=torch.device("cpu"))
     graphs._recorder = SimpleNamespace(clear=lambda: None)  # type: ignore[assignment]
     monkeypatch.setattr(DecodeGraphs, "_capture", lambda self, key: key)
@@ -117,11 +119,40 @@ def test_where_memory_ends_the_graphs_stay_that_are_there(
     (line,) = [record.getMessage() for record in caplog.records]
     assert "with 3 CUDA graphs" in line and "out of memory; lower gpu_memory_utilization" in line
     assert not graphs.missing(8, 1024)
-    assert [graphs.find(rows, 9) for rows in (8, 4, 2, 1)] == [(8, 512), (4, 512), (2, 512), None]
+    assert [graphs.find(rows, 9) for rows in (8, 4, 2, 1)] == [(8, 512), (4, 512), (2, 512), (2, 512)]
     assert len(tried) == 4 and len(caplog.records) == 1  # it is not tried again, and said once
     monkeypatch.setattr(DecodeGraphs, "_capture", lambda self, key: key)
     graphs.clear()  # as for a sleep: there may be memory after it
     assert graphs.find(1, 9) == (1, 512)
+
+
+def test_a_step_takes_a_larger_ones_graph_until_it_has_come_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = make_graphs(monkeypatch, 64, 4096)
+    while graphs.prepare_next(64, 1024, sparse=True):
+        pass
+    assert [*graphs._captured] == [(n, 1024) for n in (64, 48, 32, 16, 4, 1)]  # of 64, 56, 48 and so on
+    wanted = {2: (4, 1024), 7: (16, 1024), 8: (16, 1024), 50: (64, 1024), 64: (64, 1024)}
+    assert {rows: graphs.find(rows, 100) for rows in wanted} == wanted
+    assert graphs.find(64, 1025) == (64, 2048)  # no graph holds such lengths
+    monkeypatch.setattr(graph_capture, "COVERED_STEPS", 3)
+    assert [graphs.find(40, 100) for _ in range(5)] == [(48, 1024)] * 3 + [(40, 512)] * 2
+    graphs._captured = {(64, 1024): graphs._captured[64, 1024]}
+    assert graphs.find(31, 100) == (64, 1024)
+    assert graphs.find(30, 100) == (64, 1024)
+    assert graphs.find(24, 100) == (24, 512)  # 64 rows are more than twice as many
+
+
+def test_a_step_that_cannot_be_captured_keeps_the_larger_ones_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = make_graphs(monkeypatch, 4, 512)
+    assert graphs.find(4, 9) == (4, 512)
+    monkeypatch.setattr(graph_capture, "COVERED_STEPS", 1)
+    monkeypatch.setattr(DecodeGraphs, "_capture", lambda self, key: _no_memory())
+    assert [graphs.find(2, 9) for _ in range(3)] == [(4, 512)] * 3
+    assert graphs.obstacle is not None
+
+
+def _no_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def test_captures_leave_memory_for_steps_without(
@@ -154,12 +185,14 @@ class FakeGraphs:
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, ...]] = []
+        self.sparse: list[bool] = []
 
-    def prepare_next(self, most_rows: int, longest: int, least_rows: int) -> bool:
+    def prepare_next(self, most_rows: int, longest: int, least_rows: int, *, sparse: bool) -> bool:
         self.asked.append((most_rows, longest, least_rows))
+        self.sparse.append(sparse)
         return len(self.asked) <= 3
 
-    def missing(self, *_: int) -> list[int]:
+    def missing(self, *_: int, sparse: bool) -> list[int]:
         return [0] * max(3 - len(self.asked), 0)
 
 
@@ -187,7 +220,7 @@ def test_its_progress_is_on_the_log(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     llm.engine.model_runner.graphs = graphs
     monkeypatch.setattr(engine_module, "_PROGRESS_S", 0.0)
     prepare(llm.engine)
-    assert graphs.asked == [(4, min(2048, llm.engine.max_model_len), 1)] * 4
+    assert graphs.asked == [(4, min(2048, llm.engine.max_model_len), 1)] * 4 and all(graphs.sparse)
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0] == "preparing kernels" and lines[-2] == "preparing 3 of 3 CUDA graphs"
     assert lines[-1].startswith("kernels and 3 of 3 CUDA graphs prepared in ")
@@ -240,13 +273,13 @@ def test_a_warm_up_step_without_memory_is_left_out(
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_thewarm_up_steps_then_the_graphs(exact: bool) -> None:
+def test_the_warm_up_steps_then_the_graphs(exact: bool) -> None:
     llm = make_llm(exact)
     graphs: Any = FakeGraphs()
     llm.engine.model_runner.graphs = graphs
     before = [layer.k.clone() for layer in llm.engine.model_runner.layers]
     llm.engine.warm_up(2, 100)
-    assert graphs.asked == [(2, 100, 1)] * 4
+    assert graphs.asked == [(2, 100, 1)] * 4 and not any(graphs.sparse)
     assert not llm.engine.model_runner.warm_up_steps
     for layer, held in zip(llm.engine.model_runner.layers, before, strict=True):
         assert torch.equal(layer.k, held)  # a warm-up step writes nothing
@@ -258,7 +291,7 @@ def test_thewarm_up_steps_then_the_graphs(exact: bool) -> None:
     llm.engine.model_runner.layers.extend(layers)
 
 
-def testwarm_up_steps_pass_through_all_kinds_of_sizes() -> None:
+def test_warm_up_steps_pass_through_all_kinds_of_sizes() -> None:
     steps = plan_warm_up(num_seqs=64, max_tokens=8192)
     totals = [step.num_decodes + step.num_prompt_tokens for step in steps]
     assert max(totals) == 8192

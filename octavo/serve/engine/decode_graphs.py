@@ -82,17 +82,27 @@ class DecodeGraphs(CapturedSteps[tuple[int, int], StepGraph]):
         self.batch_sizes = batch_sizes(max_num_seqs, model.numerics)
 
     def find(self, num_rows: int, longest: int) -> StepGraph | None:
-        """The graph for so many sequences of up to so many tokens, captured if need be; None where none can be."""
-        return self._get((self._size(num_rows), self._bound(longest)))
+        """A graph for so many sequences of up to so many tokens, captured if need be; None where none can be."""
+        return self._find((self._size(num_rows), self._bound(longest)))
 
-    def prepare_next(self, most_rows: int, longest: int, least_rows: int = 1) -> bool:
+    def _cover(self, key: tuple[int, int]) -> tuple[int, int] | None:
+        size, bound = key
+        return min((each for each in self._captured if size <= each[0] <= 2 * size and each[1] >= bound), default=None)
+
+    def prepare_next(self, most_rows: int, longest: int, least_rows: int = 1, *, sparse: bool = False) -> bool:
         """Capture one graph that steps of so many sequences and tokens will need; False where all are there."""
-        missing = self.missing(most_rows, longest, least_rows)
+        missing = self.missing(most_rows, longest, least_rows, sparse=sparse)
         return bool(missing) and self._prepare(missing[0])
 
-    def missing(self, most_rows: int, longest: int, least_rows: int = 1) -> list[tuple[int, int]]:
+    def missing(
+        self, most_rows: int, longest: int, least_rows: int = 1, *, sparse: bool = False
+    ) -> list[tuple[int, int]]:
         """Keys of all that these steps will need and that can be captured: short bounds first, large steps first, whose
-        memory the smaller ones share."""
+        memory the smaller ones share.
+
+        Args:
+            sparse: every other size, under the longest bound: one of them holds each of these steps.
+        """
         if self.obstacle is not None:
             return []
         first, last = (self.batch_sizes.index(self._size(rows)) for rows in (least_rows, most_rows))
@@ -100,6 +110,8 @@ class DecodeGraphs(CapturedSteps[tuple[int, int], StepGraph]):
         bounds = [self._bound(1)]
         while bounds[-1] < min(longest, self.max_model_len):
             bounds.append(self._bound(bounds[-1] + 1))
+        if sparse:
+            sizes, bounds = sizes[::2], bounds[-1:]
         return [(size, bound) for bound in bounds for size in sizes if (size, bound) not in self._captured]
 
     def forward(self, graph: StepGraph, seq_lens: Rows[int], slots: Rows[int]) -> None:

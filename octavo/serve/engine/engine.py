@@ -194,15 +194,24 @@ class Engine:
         self.stats.seconds += time.perf_counter() - began
         return advanced
 
-    def prepare_next(self, num_seqs: int | None = None, max_len: int | None = None, least_seqs: int = 1) -> bool:
+    def prepare_next(
+        self,
+        num_seqs: int | None = None,
+        max_len: int | None = None,
+        least_seqs: int = 1,
+        sparse: bool = False,
+    ) -> bool:
         """Compile, load or capture one thing that steps to come will need; see warm_up.
 
+        Args:
+            sparse: of CUDA graphs every other size under the longest bound, which hold the steps between them as well.
         Returns:
             False where all is ready.
         """
         most, longest = self.config.max_num_seqs, self.max_model_len
         most = min(num_seqs or most, most)
-        return self.model_runner.prepare_next(most, min(max_len or longest, longest), min(least_seqs, most))
+        least = min(least_seqs, most)
+        return self.model_runner.prepare_next(most, min(max_len or longest, longest), least, sparse=sparse)
 
     def warm_up(self, num_seqs: int | None = None, max_len: int | None = None, least_seqs: int = 1) -> None:
         """Get ready for steps of least_seqs to num_seqs sequences of up to max_len tokens; None is the engine's limit.
@@ -215,21 +224,23 @@ class Engine:
             pass
 
     def prepare(self) -> None:
-        """Get ready for most requests: warm_up for sequences of up to READY_LEN tokens, with its progress on the log.
+        """Get ready for sequences of up to READY_LEN tokens, with the progress on the log.
 
-        It does nothing on a CPU.
+        Kernels are compiled, and CUDA graphs captured of every other size of a step. A step between takes the next
+        larger graph until its own is captured: while the engine is idle, or once it has come often. It does nothing on
+        a CPU.
         """
         runner, began = self.model_runner, time.perf_counter()
         if not runner.compiles:
             return
         limits = self.config.max_num_seqs, min(READY_LEN, self.max_model_len)
-        total, told = runner.num_missing_graphs(*limits), began
-        while (now := time.perf_counter()) - began < _READY_S and self.prepare_next(max_len=READY_LEN):
+        total, told = runner.num_missing_graphs(*limits, sparse=True), began
+        while (now := time.perf_counter()) - began < _READY_S and self.prepare_next(max_len=READY_LEN, sparse=True):
             if now - told >= _PROGRESS_S:
-                told, num = now, total - runner.num_missing_graphs(*limits)
+                told, num = now, total - runner.num_missing_graphs(*limits, sparse=True)
                 logger.info("preparing %s", f"{num} of {total} CUDA graphs" if num else "kernels")
         runner.wait()
-        num = total - runner.num_missing_graphs(*limits)
+        num = total - runner.num_missing_graphs(*limits, sparse=True)
         logger.info("kernels and %d of %d CUDA graphs prepared in %.1f s", num, total, time.perf_counter() - began)
 
     def abort(self, request: RequestState) -> None:

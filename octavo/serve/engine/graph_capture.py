@@ -4,6 +4,7 @@ import contextlib
 import gc
 import logging
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
@@ -12,6 +13,8 @@ import torch
 from octavo.models import Decoder
 from octavo.nn import captured_with_codes, live_tensors, pin_codes
 
+# steps that may take a larger one's graph before a capture of their own, some tenths of a second, is worth it
+COVERED_STEPS = 256
 # what captures leave of the GPU's memory: at its end torch would give away what it keeps for the largest steps
 LEAST_FREE_BYTES = 128 << 20
 
@@ -126,6 +129,7 @@ class CapturedSteps(ABC, Generic[K, S]):
         self.addresses: list[int] = []
         self.obstacle: str | None = None
         self._captured: dict[K, S] = {}
+        self._num_covered: Counter[K] = Counter()
         self._recorder = GraphRecorder(model.device)
 
     @property
@@ -149,6 +153,20 @@ class CapturedSteps(ABC, Generic[K, S]):
                 self._captured.pop(key, None)
                 self._warn(self.obstacle)
         return self._captured.get(key)
+
+    def _find(self, key: K) -> S | None:
+        """The step, or a larger one that holds it, until it has come often; else as _get."""
+        found = self._captured.get(key)
+        cover = None if found is not None else self._cover(key)
+        if cover is None:
+            return self._get(key) if found is None else found
+        self._num_covered[key] += 1
+        own = self._get(key) if self._num_covered[key] > COVERED_STEPS else None
+        return self._captured[cover] if own is None else own
+
+    @abstractmethod
+    def _cover(self, key: K) -> K | None:
+        """A captured step that holds this one and is not much larger."""
 
     def _try(self, key: K) -> None:
         try:

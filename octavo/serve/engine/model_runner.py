@@ -117,8 +117,12 @@ class ModelRunner:
         return read(launched.rows, [chunk.sequence for chunk in launched.chunks if chunk.is_last])
 
     @torch.no_grad()
-    def prepare_next(self, num_seqs: int, max_len: int, least_seqs: int = 1) -> bool:
-        """Make one thing ready that steps of so many sequences and tokens need; False where all is ready."""
+    def prepare_next(self, num_seqs: int, max_len: int, least_seqs: int = 1, *, sparse: bool = False) -> bool:
+        """Make one thing ready that steps of so many sequences and tokens need; False where all is ready.
+
+        Args:
+            sparse: of CUDA graphs every other size alone.
+        """
         table = self.model.kv_table
         if not self.compiles or not self.layers or (table is not None and table.is_calibrating):
             return False
@@ -127,14 +131,14 @@ class ModelRunner:
             return True
         if self._prepare_prompts(max_len):
             return True
-        if self.graphs is not None and self.graphs.prepare_next(num_seqs, max_len, least_seqs):
+        if self.graphs is not None and self.graphs.prepare_next(num_seqs, max_len, least_seqs, sparse=sparse):
             return True
-        return self.prompt_graphs is not None and self.prompt_graphs.prepare_next()
+        return self.prompt_graphs is not None and self.prompt_graphs.prepare_next(sparse=sparse)
 
-    def num_missing_graphs(self, num_seqs: int, max_len: int, least_seqs: int = 1) -> int:
+    def num_missing_graphs(self, num_seqs: int, max_len: int, *, sparse: bool) -> int:
         """CUDA graphs that prepare_next has still to capture; all pieces of a step with prompts count as one."""
-        num_decodes = 0 if self.graphs is None else len(self.graphs.missing(num_seqs, max_len, least_seqs))
-        return num_decodes + (0 if self.prompt_graphs is None else len(self.prompt_graphs.missing()))
+        num_decodes = 0 if self.graphs is None else len(self.graphs.missing(num_seqs, max_len, sparse=sparse))
+        return num_decodes + (0 if self.prompt_graphs is None else len(self.prompt_graphs.missing(sparse=sparse)))
 
     @property
     def compiles(self) -> bool:

@@ -82,16 +82,20 @@ class PromptGraphs(CapturedSteps[int, StepPieces]):
         super().clear()
         self._attended = None
 
-    def prepare_next(self) -> bool:
+    def prepare_next(self, *, sparse: bool = False) -> bool:
         """Capture the pieces of one size; False where all are there or none can be."""
-        missing = self.missing()
+        missing = self.missing(sparse=sparse)
         return bool(missing) and self._prepare(missing[0])
 
-    def missing(self) -> list[int]:
-        """All sizes that can be captured and are not, the largest first, whose memory the smaller ones share."""
+    def missing(self, *, sparse: bool = False) -> list[int]:
+        """All sizes that can be captured and are not, the largest first, whose memory the smaller ones share.
+
+        Args:
+            sparse: every other one of them all.
+        """
         if self.obstacle is not None:
             return []
-        return [size for size in reversed(self.sizes) if size not in self._captured]
+        return [size for size in self.sizes[:: -2 if sparse else -1] if size not in self._captured]
 
     def run(self, token_ids: torch.Tensor, context: PagedContext) -> torch.Tensor | None:
         """A step's hidden states [T, hidden_size]; None where it is too large, or of a size for the first time."""
@@ -99,11 +103,15 @@ class PromptGraphs(CapturedSteps[int, StepPieces]):
         size = next((size for size in self.sizes if size >= num_tokens), None)
         if size is None or size - num_tokens >= _WIDE_STEP:
             return None
-        if size not in self._captured and size not in self._seen:
+        if size not in self._seen and self._captured.keys().isdisjoint((size, self._cover(size))):
             self._seen.add(size)
             return None
-        step = self._get(size)
+        step = self._find(size)
         return None if step is None else self._replay(step, token_ids, context)
+
+    def _cover(self, key: int) -> int | None:
+        larger = [size for size in self.sizes if size > key][:1]
+        return next((size for size in larger if size in self._captured and size - key <= max(64, key // 4)), None)
 
     def _replay(self, step: StepPieces, token_ids: torch.Tensor, context: PagedContext) -> torch.Tensor:
         assert self._attended is not None, "pieces were captured"

@@ -11,7 +11,7 @@ from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
 from octavo.ops.attention import KV_SCALING, PAGE_SIZE, PagedKVLayer
 from octavo.ops.attention.kv_scales import FLUSH_BOUND, FP8_MAX
 from octavo.ops.attention.qkv_cache.reference import HeadNorms, Rotation
-from octavo.ops.attention.rope.device import split_pairs, store_pairs, turn_pairs
+from octavo.ops.attention.rope.triton import split_pairs, store_pairs, turn_pairs
 from octavo.ops.norm.triton import inverse_root, tree_sum
 from octavo.ops.quantize.triton.casts import round_to, widen
 from octavo.ops.quantize.triton.device import amax_over, quant_scale_of

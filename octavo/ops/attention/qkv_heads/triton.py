@@ -11,7 +11,7 @@ import triton.language as tl
 from octavo.numerics.infinity import infinity_flag
 from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
 from octavo.ops.attention import KV_SCALING
-from octavo.ops.attention.rope.device import load_pairs, store_pairs, turn_pairs
+from octavo.ops.attention.rope.triton import load_pairs, store_pairs, turn_pairs
 from octavo.ops.norm.triton import add_partials, dense_rows, inverse_root, tree_sum_of_pairs, without_share
 from octavo.ops.quantize.triton.casts import round_to
 from octavo.ops.quantize.triton.device import amax_over, note_infinite, quant_scale_of

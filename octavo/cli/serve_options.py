@@ -64,8 +64,8 @@ MaxNumSeqs = Annotated[int, typer.Option(help="Sequences that run at a time.")]
 MaxNumBatchedTokens = Annotated[
     int | None,
     typer.Option(
-        help="Tokens a step; 1024 by default, half of it for prompts while answers are under way and few prompts wait. "
-        "More: prompts sooner, answers under way less evenly."
+        help="Tokens a step; 1024 by default. A step with prompts beside answers under way has half, while few prompts "
+        "wait. More: prompts sooner, answers less evenly."
     ),
 ]
 MaxModelLen = Annotated[int | None, typer.Option(help="Tokens of a sequence, prompt and output.")]

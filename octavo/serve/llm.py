@@ -72,7 +72,7 @@ class LLM:
             (CompletionOutput.routed_experts).
         plan_known_lengths: begin no sequence whose known length (ignore_eos, nothing that stops it) would make others
             lose their pages later. It changes no token.
-        prompt_tokens_beside_decodes: tokens of prompts in a step that also decodes, while few prompts wait; None for
+        max_num_mixed_tokens: tokens of a step that decodes beside prompts, while few prompts wait; None for
             max_num_batched_tokens. `octavo serve` takes half of that, so that answers under way come evenly.
         dtype: of activations and of weights in high precision: "bfloat16", "float32", the torch dtype, or "auto" (the
             model's or checkpoint's own, in which fp16 is bf16).
@@ -120,7 +120,7 @@ class LLM:
         attention_dtype: str = "auto",
         enable_return_routed_experts: bool = False,
         plan_known_lengths: bool = True,
-        prompt_tokens_beside_decodes: int | None = None,
+        max_num_mixed_tokens: int | None = None,
         dtype: str | torch.dtype | None = "auto",
         kv_scales: str = "auto",
         tensor_parallel_size: int = 1,
@@ -141,7 +141,7 @@ class LLM:
             async_scheduling=async_scheduling,
             enable_return_routed_experts=enable_return_routed_experts,
             plan_known_lengths=plan_known_lengths,
-            prompt_tokens_beside_decodes=prompt_tokens_beside_decodes,
+            max_num_mixed_tokens=max_num_mixed_tokens,
             warm_up=warm_up,
         )
         eos_ids: tuple[int, ...] = ()

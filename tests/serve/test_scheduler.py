@@ -18,10 +18,10 @@ def make(
     max_num_seqs: int = 8,
     budget: int = 16,
     caching: bool = False,
-    beside_decodes: int | None = None,
+    mixed: int | None = None,
 ) -> Scheduler:
     stats, pages = EngineStats(num_kv_pages=num_pages), PageManager(num_pages, PAGE, "", caching)
-    return Scheduler(pages, max_num_seqs, budget, stats, prompt_tokens_beside_decodes=beside_decodes)
+    return Scheduler(pages, max_num_seqs, budget, stats, max_num_mixed_tokens=mixed)
 
 
 def make_seq(prompt_len: int, max_tokens: int = 100, first: int = 0) -> Sequence:
@@ -61,27 +61,35 @@ def test_prompts_are_chunked_by_the_budget_and_mixed_with_decode() -> None:
     assert scheduler.stats.num_multi_chunk_prompts == 1
 
 
-def test_few_prompt_tokens_join_a_step_that_decodes() -> None:
-    scheduler = make(num_pages=64, budget=16, beside_decodes=4)
-    answer = make_seq(3)
-    scheduler.add(answer)
-    scheduler.add(make_seq(14, first=100))
+def test_a_step_that_decodes_beside_prompts_is_short() -> None:
+    scheduler = make(num_pages=64, budget=32, mixed=8)
+    scheduler.add(make_seq(3))
+    scheduler.add(make_seq(30, first=100))
     chunks = scheduler.schedule()
-    assert spans(chunks) == [(0, 3, True), (0, 13, False)]  # none decodes yet
+    assert spans(chunks) == [(0, 3, True), (0, 29, False)]  # none decodes yet
     advance(scheduler, chunks)
-    scheduler.add(make_seq(6, first=200))
+    scheduler.add(make_seq(8, first=200))
     chunks = scheduler.schedule()
-    assert spans(chunks) == [(3, 4, True), (13, 14, True), (0, 4, False)]  # one token is no prompt
+    assert spans(chunks) == [(3, 4, True), (29, 30, True), (0, 6, False)]  # one token is no prompt
     advance(scheduler, chunks)
     scheduler.add(make_seq(9, first=300))
     chunks = scheduler.schedule()
-    assert spans(chunks)[2:] == [(4, 6, True), (0, 2, False)]
+    assert spans(chunks)[2:] == [(6, 8, True), (0, 4, False)]
     advance(scheduler, chunks)
-    assert spans(scheduler.schedule())[3:] == [(2, 6, False)]
+    assert spans(scheduler.schedule())[3:] == [(4, 9, True)]
+
+
+def test_prompts_get_a_quarter_of_a_short_step_that_is_full() -> None:
+    scheduler = make(num_pages=64, budget=32, mixed=8)
+    for first in range(0, 70, 10):
+        scheduler.add(make_seq(1, first=first))
+    advance(scheduler, scheduler.schedule())
+    scheduler.add(make_seq(6, first=100))
+    assert spans(scheduler.schedule())[7:] == [(0, 2, False)]
 
 
 def test_more_prompt_tokens_join_where_more_wait() -> None:
-    scheduler = make(num_pages=64, budget=16, beside_decodes=4)
+    scheduler = make(num_pages=64, budget=16, mixed=4)
     answers = [make_seq(2, first=first) for first in (0, 10)]
     for seq in answers:
         scheduler.add(seq)
@@ -98,7 +106,7 @@ def test_more_prompt_tokens_join_where_more_wait() -> None:
 
 
 def test_a_prompt_that_has_no_tokens_left_in_a_step_holds_up_no_answer_behind_it() -> None:
-    scheduler = make(num_pages=64, budget=16, beside_decodes=4)
+    scheduler = make(num_pages=64, budget=16, mixed=4)
     first, long, last = make_seq(2), make_seq(40, first=100), make_seq(2, first=200)
     for seq in (first, last):
         scheduler.add(seq)
@@ -196,8 +204,8 @@ def test_an_aborted_sequence_leaves_no_page_behind() -> None:
 def test_random_loads_finish_within_the_limits(seed: int) -> None:
     rng = random.Random(seed)
     num_pages, max_num_seqs, budget = rng.choice([(6, 4, 5), (12, 8, 9), (20, 5, 64)])
-    beside_decodes = None if seed < 3 else 2
-    scheduler = make(num_pages, max_num_seqs, budget, caching=seed % 2 == 0, beside_decodes=beside_decodes)
+    mixed = None if seed < 3 else 2
+    scheduler = make(num_pages, max_num_seqs, budget, caching=seed % 2 == 0, mixed=mixed)
     pending = []
     for _ in range(40):
         prompt_len = rng.randrange(1, num_pages * PAGE - 1)

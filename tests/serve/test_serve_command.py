@@ -123,7 +123,7 @@ def test_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_step_behind_a_server_is_short(max_num_seqs: int, asked: int | None, wanted: tuple[int, int]) -> None:
     config = EngineConfig(**served_tokens(max_num_seqs, asked), max_num_seqs=max_num_seqs)
-    assert (config.max_num_batched_tokens, config.prompt_tokens_beside_decodes) == wanted
+    assert (config.max_num_batched_tokens, config.max_num_mixed_tokens) == wanted
 
 
 def test_options_of_vllm_that_ask_for_what_is_so_anyway_are_taken(

@@ -19,9 +19,9 @@ class EngineConfig:
     Args:
         max_num_seqs: sequences that run at a time.
         max_num_batched_tokens: tokens a step, over all sequences; at least max_num_seqs.
-        prompt_tokens_beside_decodes: of them, those of prompts in a step that also decodes, while few prompts wait: 1/4
-            of what waits where that is more; None for no such bound. Fewer let answers under way come more evenly. It
-            changes no token in exact mode.
+        max_num_mixed_tokens: of a step that decodes beside prompts, while few prompts wait: these get what the decodes
+            leave, a quarter of it at least, and a quarter of all that waits where that is more. Fewer let answers under
+            way come more evenly. None for max_num_batched_tokens. It changes no token in exact mode.
         max_model_len: tokens of a sequence, prompt and output; None for what model and cache allow.
         num_kv_pages: pages of the KV cache; None for what the memory allows.
         gpu_memory_utilization: share of the GPU's memory that weights, cache and activations may take together.
@@ -50,7 +50,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     enable_return_routed_experts: bool = False
     plan_known_lengths: bool = True
-    prompt_tokens_beside_decodes: int | None = None
+    max_num_mixed_tokens: int | None = None
     warm_up: bool = True
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class EngineConfig:
             ("max_num_batched_tokens", 1),
             ("max_model_len", 2),
             ("num_kv_pages", 1),
-            ("prompt_tokens_beside_decodes", 1),
+            ("max_num_mixed_tokens", 1),
         ):
             value = getattr(self, name)
             if value is None and name not in ("max_num_seqs", "max_num_batched_tokens"):
@@ -104,4 +104,4 @@ def served_tokens(max_num_seqs: int, max_num_batched_tokens: int | None = None) 
         max_num_batched_tokens: what was asked for; None where no number was given.
     """
     most = max(SERVED_BATCHED_TOKENS, max_num_seqs) if max_num_batched_tokens is None else max_num_batched_tokens
-    return {"max_num_batched_tokens": most, "prompt_tokens_beside_decodes": max(1, most // 2)}
+    return {"max_num_batched_tokens": most, "max_num_mixed_tokens": max(1, most // 2)}

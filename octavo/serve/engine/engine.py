@@ -81,7 +81,7 @@ class Engine:
             config.max_num_batched_tokens,
             self.stats,
             config.plan_known_lengths,
-            config.prompt_tokens_beside_decodes,
+            config.max_num_mixed_tokens,
         )
         self.model_runner = ModelRunner(model, allocate_kv_cache(model, num_pages), config, self.max_model_len)
         self._passes = PassQueue(

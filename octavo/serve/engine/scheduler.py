@@ -15,6 +15,8 @@ from octavo.serve.engine.page_manager import PageManager
 from octavo.serve.engine.sequence import Sequence
 from octavo.serve.engine.stats import EngineStats
 
+_MOST_COUNTED = 1024  # sequences that wait; more make no step larger
+
 
 class Chunk(NamedTuple):
     """Tokens [start, end) of a sequence, to be computed in this step.
@@ -49,7 +51,7 @@ class Scheduler:
         max_num_batched_tokens: tokens a step.
         stats: where it counts.
         plan_known_lengths: see EngineConfig.
-        prompt_tokens_beside_decodes: see EngineConfig.
+        max_num_mixed_tokens: see EngineConfig.
     """
 
     def __init__(
@@ -59,14 +61,14 @@ class Scheduler:
         max_num_batched_tokens: int,
         stats: EngineStats,
         plan_known_lengths: bool = False,
-        prompt_tokens_beside_decodes: int | None = None,
+        max_num_mixed_tokens: int | None = None,
     ) -> None:
         self.page_manager = page_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.stats = stats
         self.plan_known_lengths = plan_known_lengths
-        self.prompt_tokens_beside_decodes = prompt_tokens_beside_decodes
+        self.max_num_mixed_tokens = max_num_mixed_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_grammars = 0  # unfinished sequences that have one
@@ -112,14 +114,15 @@ class Scheduler:
 
     def _prompt_tokens(self) -> int:
         """Tokens of prompts in this step: few where others decode and little waits, so that these come evenly."""
-        most = self.max_num_batched_tokens
-        if self.prompt_tokens_beside_decodes is None:
-            return most
+        if self.max_num_mixed_tokens is None:
+            return self.max_num_batched_tokens
         due = [len(seq.token_ids) + seq.num_pending - seq.num_computed_tokens for seq in self.running]
-        if 1 not in due:
-            return most
-        waiting = sum(due) - due.count(1) + sum([len(seq.token_ids) for seq in islice(self.waiting, most)])
-        return max(self.prompt_tokens_beside_decodes, waiting // 4)
+        num_decodes = due.count(1)
+        if not num_decodes:
+            return self.max_num_batched_tokens
+        waiting = sum(due) - num_decodes + sum([len(seq.token_ids) for seq in islice(self.waiting, _MOST_COUNTED)])
+        least = -(-self.max_num_mixed_tokens // 4)
+        return max(self.max_num_mixed_tokens - num_decodes, least, waiting // 4)
 
     def _continue_running(self, chunks: list[Chunk]) -> None:
         """Add what running sequences compute."""

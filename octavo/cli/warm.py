@@ -31,9 +31,10 @@ def command(
     enable_return_routed_experts: options.ReturnRoutedExperts = False,
     enforce_eager: options.EnforceEager = False,
 ) -> None:
-    """Compile what `octavo serve` with the same options would compile at its first start, for an image or a fleet.
+    """Compile what `octavo serve` would compile at its first start, for an image or a fleet.
 
-    Needs a GPU of the kind that will serve, and of the checkpoint config.json alone: no weight is read.
+    It takes the options of serve that change kernels, and needs a GPU of the kind that will serve. Of the checkpoint it
+    reads config.json alone. A model that GPUs share compiles at its first start all the same.
     """
     limits = EngineConfig(
         **served_tokens(max_num_seqs, max_num_batched_tokens),

@@ -81,9 +81,9 @@ class LLM:
             docs/distributed.md.
         tensor_parallel_mode: "gather" or "reduce", as octavo.parallel.parallelize has it; None for gather where exact.
         kv_scales: of an FP8 cache, as octavo.Numerics has it, or "auto" (the model's; per_token_head for a checkpoint).
-        warm_up: compile kernels and capture CUDA graphs here, for all numbers of sequences of up to 2048 tokens and
-            for prompts, so that no request waits for it; False leaves each to the first step that needs it.
-            Exact bits stay, and there is nothing to do on a CPU.
+        warm_up: compile kernels and capture CUDA graphs here, of every other size of a step, for sequences of up to
+            2048 tokens and for prompts, so that no request waits for it; a size between runs in the next larger graph.
+            False leaves each to the first step that needs it. Exact bits stay, and there is nothing to do on a CPU.
 
     vLLM's other keywords are taken where they ask for what is so anyway (data_parallel_size=1); `recipe`, as
     load_model has it, is another name of quantization.

@@ -74,14 +74,10 @@ def check_checkpoint(
         raise ConfigError(f"kv_cache_dtype must be auto, bf16 or fp8, got {kv_cache_dtype!r}")
     check_device(device)
     Numerics(kv_cache_dtype=_or_bf16(kv_cache_dtype), attention_dtype=_or_bf16(attention_dtype), kv_scales=kv_scales)
-    _check_format(quantization)
-    fields = read_config(path)
-    own = read_layout(path, fields).recipe
-    asked = _recipe_name(quantization, own)
-    Numerics(own if asked == AUTO_RECIPE else get_recipe(asked), exact=exact)
+    Numerics(_recipe_asked(path, quantization), exact=exact)
     if limits is not None:
         cache_len = None if limits.num_kv_pages is None else limits.num_kv_pages * PAGE_SIZE
-        config = ModelConfig.from_hf(fields)
+        config = ModelConfig.from_hf(read_config(path))
         limits.resolve_max_model_len(config.max_position_embeddings, cache_len)
         if limits.num_kv_pages is not None:
             check_pages_exist(limits.num_kv_pages, config, kv_cache_dtype, device)
@@ -120,24 +116,18 @@ def eos_ids_of_generation(path: Path) -> tuple[int, ...]:
     return tuple(several)
 
 
-def _check_format(quantization: str | None) -> None:
+def _recipe_asked(path: str | Path, quantization: str | None) -> Recipe:
+    """The recipe that a checkpoint is asked for under; its own where nothing else is said."""
     if quantization in _FORMATS:
         raise RecipeError(
             f"quantization must be 'fp8' or a recipe's name, got {quantization!r}; leave it out: a checkpoint's own "
             "format is read from its config.json (FP8 and high precision alone, see docs/checkpoints.md)"
         )
-
-
-def _recipe_name(quantization: str | None, own: Recipe) -> str:
-    """The recipe asked for, of a checkpoint that is stored under `own`."""
-    if quantization == "fp8":
-        return AUTO_RECIPE if own.is_fp8 else FP8_RECIPE
-    return quantization or AUTO_RECIPE
-
-
-def _asked_recipe(path: str | Path, quantization: str | None) -> str:
-    _check_format(quantization)
-    return _recipe_name(quantization, read_layout(path, read_config(path)).recipe)
+    asked = get_recipe(quantization) if quantization and quantization not in ("fp8", AUTO_RECIPE) else None
+    own = read_layout(path, read_config(path)).recipe
+    if asked is None:
+        asked = get_recipe(FP8_RECIPE) if quantization == "fp8" and not own.is_fp8 else own
+    return asked
 
 
 def numerics_asked(
@@ -149,8 +139,7 @@ def numerics_asked(
     kv_scales: str,
 ) -> Numerics:
     """The numerics of a model that load_for_inference loads, by the config files alone. Errors as octavo.Numerics."""
-    name = _asked_recipe(path, quantization)
-    recipe = read_layout(path, read_config(path)).recipe if name == AUTO_RECIPE else get_recipe(name)
+    recipe = _recipe_asked(path, quantization)
     kv_scales = "per_token_head" if kv_scales == "auto" else kv_scales
     return Numerics(recipe, _or_bf16(kv_cache_dtype), bool(exact), _or_bf16(attention_dtype), kv_scales)
 
@@ -173,7 +162,7 @@ def load_for_inference(
     return load_model(
         path,
         device=device,
-        recipe=_asked_recipe(path, quantization),
+        recipe=_recipe_asked(path, quantization),
         kv_cache_dtype=_or_bf16(kv_cache_dtype),
         exact=False if exact is None else exact,
         attention_dtype=_or_bf16(attention_dtype),

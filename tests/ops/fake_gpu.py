@@ -1,17 +1,21 @@
 """Launches on CPU tensors that say they are on a GPU: recorded, by triton and directly, in place of done."""
 
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
+from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from octavo.ops._runtime.launch import triton as launch
 
 STREAM = 99
+TARGET = ("cuda", 90, 32)
 
 
 class FakeGpu:
@@ -38,3 +42,23 @@ class FakeGpu:
 
     def clear(self) -> None:
         self.by_triton, self.direct = [], []
+
+
+class FakeDriver:
+    """Triton's driver of a Hopper GPU that a kernel never reaches: to launch one is an AttributeError."""
+
+    def __init__(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Take triton's place; compiled kernels go to the folder."""
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+        monkeypatch.setattr(knobs.cache, "manager_class", None)
+        monkeypatch.setattr(launch, "current_device", lambda: 0)
+        monkeypatch.setattr(driver, "_active", self)
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget(*TARGET)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return STREAM

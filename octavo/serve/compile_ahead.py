@@ -19,6 +19,7 @@ import torch
 
 from octavo.errors import OctavoError
 from octavo.models import Decoder
+from octavo.ops._runtime.kernel_cache import use_checked_cache
 from octavo.serve.engine import EngineConfig
 from octavo.serve.engine.config import READY_LEN
 from octavo.serve.engine.kv_cache import allocate_kv_cache, run_full_step
@@ -91,26 +92,13 @@ class CompilerThreads:
         jobs: list[Job] = []
         self._try(lambda: jobs.extend(jobs_of(self._build(), self._config, self._max_len)))
         if self._processes is not None:
-            self._compile_in_processes(jobs, self._processes)
+            soon = [job for job in jobs if self._config.warm_up or job.num_tokens <= FIRST_TOKENS]
+            self.num_compiled = compile_in_processes(soon, self._processes, self._device)
         for i, job in enumerate(jobs):
             if i == 0:
                 self._count(job)  # alone: what a model makes at its first step is not made by two threads
             else:
                 self._pool.submit(self._count, job)
-
-    def _compile_in_processes(self, jobs: list[Job], processes: "KernelProcesses") -> None:
-        from octavo.ops._runtime.kernel_requests.triton import requesting_kernels
-
-        began = time.perf_counter()
-        with requesting_kernels(processes.compile), torch.no_grad(), _current(self._device):
-            for job in jobs:
-                if self._config.warm_up or job.num_tokens <= FIRST_TOKENS:
-                    with contextlib.suppress(Exception):  # of zeros where kernels were left out: it runs again below
-                        job.run()
-        self.num_compiled = processes.wait()
-        processes.close()
-        seconds = time.perf_counter() - began
-        logger.info("%d of %d kernels compiled in processes in %.1f s", self.num_compiled, processes.num_asked, seconds)
 
     def _count(self, job: Job) -> None:
         if self._try(job.run):
@@ -150,6 +138,31 @@ def jobs_of(model: Decoder, config: EngineConfig, max_len: int) -> list[Job]:
     return jobs
 
 
+def compile_in_processes(jobs: list[Job], processes: "KernelProcesses", device: torch.device) -> int:
+    """Compile the kernels of these steps that are not on disk, and close the processes; how many were compiled."""
+    from octavo.ops._runtime.kernel_requests.triton import requesting_kernels
+
+    began = time.perf_counter()
+    with requesting_kernels(processes.compile), torch.no_grad(), _current(device):
+        for job in jobs:
+            with contextlib.suppress(Exception):  # of zeros where kernels were left out: an engine runs it again
+                job.run()
+    num_compiled = processes.wait()
+    processes.close()
+    if processes.num_asked:
+        seconds = time.perf_counter() - began
+        logger.info("%d of %d kernels compiled in processes in %.1f s", num_compiled, processes.num_asked, seconds)
+    return num_compiled
+
+
+def compile_missing(model: Decoder, config: EngineConfig) -> None:
+    """Compile what an engine of a model in memory will need at its warm-up and is not on disk; nothing on a CPU."""
+    if model.device.type == "cuda" and config.warm_up:
+        use_checked_cache(model.device)
+        processes = processes_for(model.device, at_once=False)
+        compile_in_processes(jobs_of(model, config, READY_LEN), processes, model.device)
+
+
 @contextlib.contextmanager
 def compiling_ahead(path: Path, asked: dict[str, Any], config: EngineConfig) -> Iterator[None]:
     """Compile a checkpoint's kernels beside what is done within; nothing on a CPU, or where memory is tight.
@@ -186,12 +199,12 @@ def _start(path: Path, asked: dict[str, Any], config: EngineConfig) -> CompilerT
     return None
 
 
-def processes_for(device: torch.device) -> "KernelProcesses":
-    """Those that compile for a GPU."""
+def processes_for(device: torch.device, *, at_once: bool = True) -> "KernelProcesses":
+    """Those that compile for a GPU; they start at once, or with the first kernel."""
     from octavo.serve.kernel_processes import KernelProcesses
 
     major, minor = torch.cuda.get_device_capability(device)
-    return KernelProcesses(("cuda", 10 * major + minor, 32))
+    return KernelProcesses(("cuda", 10 * major + minor, 32), at_once=at_once)
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:

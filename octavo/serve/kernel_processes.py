@@ -20,21 +20,23 @@ logger = logging.getLogger(__name__)
 
 
 class KernelProcesses:
-    """Compiles kernels into Triton's cache on disk. Its processes start at once, beside what the caller does.
+    """Compiles kernels into Triton's cache on disk, beside what the caller does.
 
     Args:
         target: of triton.backends.compiler.GPUTarget.
         num_processes: None for one less than this process may use cores.
+        at_once: start processes now, not with the first kernel.
     """
 
-    def __init__(self, target: tuple[str, int, int], num_processes: int | None = None) -> None:
+    def __init__(self, target: tuple[str, int, int], num_processes: int | None = None, *, at_once: bool = True) -> None:
         num = num_processes or min(MAX_PROCESSES, max(1, len(os.sched_getaffinity(0)) - 1))
         self._nursery = Nursery(__name__, lambda: target)
         self._threads = ThreadPoolExecutor(num, thread_name_prefix="octavo-kernel")
         self._own = threading.local()  # each thread has a worker
         self._asked: list[Future[bool]] = []
         self._is_over = self._is_closed = False
-        self._threads.submit(self._nursery.start)
+        if at_once:
+            self._threads.submit(self._nursery.start)
 
     def compile(self, request: KernelRequest) -> None:
         """Have it compiled behind those that were asked for before; nothing once closed."""

@@ -1,5 +1,6 @@
 """Kernels are compiled beside the loading of weights: of a model with the checkpoint's shapes, in threads."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -16,7 +17,7 @@ from octavo.errors import CheckpointError
 from octavo.models import Decoder, load_model, save_model
 from octavo.nn import Linear, live_tensors, pin_codes
 from octavo.serve import compile_ahead, model_choice
-from octavo.serve.compile_ahead import CompilerThreads, Job, compiling_ahead, jobs_of
+from octavo.serve.compile_ahead import CompilerThreads, Job, compile_missing, compiling_ahead, jobs_of
 from octavo.serve.engine import EngineConfig
 from octavo.serve.engine import engine as engine_module
 from octavo.serve.engine.model_runner import ModelRunner
@@ -257,6 +258,34 @@ def test_steps_run_without_their_kernels_until_processes_have_compiled_them(
     left_out = ["1 without", "256 without", *(["300 without"] if warm_up else [])]
     assert told == [*left_out, "wait", "close", "1", "256", "300"]
     assert threads.error is None and threads.num_compiled == 7 and threads.num_done == 3
+
+
+@pytest.mark.parametrize(("device", "warm_up"), [("cuda", True), ("cuda", False), ("cpu", True)])
+def test_kernels_of_a_model_in_memory_are_compiled_before_its_engine_is_made(
+    device: str, warm_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    def processes_for(place: torch.device, *, at_once: bool) -> FakeProcesses:
+        assert place.type == "cuda" and not at_once
+        return FakeProcesses(told)
+
+    model = make_model("qwen3", "blockwise", exact=False)
+    monkeypatch.setattr(Decoder, "device", property(lambda _: torch.device(device)))
+    monkeypatch.setattr(compile_ahead, "processes_for", processes_for)
+    monkeypatch.setattr(compile_ahead, "jobs_of", lambda *_: [Job(1, lambda: told.append("step"))])
+    monkeypatch.setattr(compile_ahead, "_current", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(compile_ahead, "use_checked_cache", lambda place: told.append(f"checked {place.type}"))
+    compile_missing(model, dataclasses.replace(CONFIG, warm_up=warm_up))
+    assert told == (["checked cuda", "step", "wait", "close"] if device == "cuda" and warm_up else [])
+
+
+def test_it_is_part_of_an_llm(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr("octavo.serve.llm.compile_missing", lambda model, config: told.append((model, config)))
+    model = make_model("qwen3", "blockwise", exact=False)
+    llm = LLM(model, max_num_seqs=4, max_num_batched_tokens=64, num_kv_pages=4)
+    assert told == [(model, llm.engine.config)]
 
 
 def test_an_end_amid_it_does_not_wait_for_processes() -> None:

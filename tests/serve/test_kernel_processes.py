@@ -93,3 +93,9 @@ def test_a_program_that_does_not_start_compiles_nothing(monkeypatch: pytest.Monk
 
 def fail(text: str) -> None:
     raise UnavailableError(text)
+
+
+def test_none_is_started_where_nothing_is_missing() -> None:
+    started = KernelProcesses(TARGET, 2, at_once=False)
+    assert started.wait() == 0 and started._nursery._process is None
+    started.close()

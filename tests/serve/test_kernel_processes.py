@@ -1,6 +1,6 @@
 """Processes compile kernels that were named into the cache on disk; one that cannot is compiled when it is needed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,41 +9,21 @@ import torch
 pytest.importorskip("triton", reason="triton is only packaged for Linux")
 
 
-from octavo.ops._runtime.kernel_requests.triton import KernelRequest, requesting_kernels
+from octavo.ops._runtime.kernel_requests.triton import KernelRequest
 from octavo.ops.norm import triton as kernels
 from octavo.serve.engine.request import UnavailableError
 from octavo.serve.http.lanes import Nursery
 from octavo.serve.kernel_processes import KernelProcesses
 from octavo.testing.interpreter import is_interpreting
-from tests.ops.fake_gpu import TARGET, FakeDriver
+from tests.ops.fake_gpu import TARGET, X, hopper, launch_norm, requests_of
 
 pytestmark = pytest.mark.skipif(is_interpreting(), reason="nothing compiles in the interpreter")
 
 
-X = torch.zeros(16, 256, dtype=torch.bfloat16)
-
-
 @pytest.fixture(autouse=True)
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    FakeDriver(tmp_path / "cache", monkeypatch)
-    launched = kernels.norm_rows, kernels.norm_backward_rows, kernels.sum_partials
-    for kernel in launched:
-        kernel.device_caches.clear()
-    yield
-    for kernel in launched:
-        kernel.device_caches.clear()
-
-
-def forward(x: torch.Tensor = X) -> torch.Tensor:
-    return kernels.norm_forward(x, x[0], None, None, 1e-5, "rms_norm", False)[0]
-
-
-def requests_of(*steps: Callable[[], object]) -> list[KernelRequest]:
-    found: list[KernelRequest] = []
-    with requesting_kernels(found.append):
-        for step in steps:
-            step()
-    return found
+    with hopper(tmp_path / "cache", monkeypatch):
+        yield
 
 
 @pytest.fixture
@@ -61,7 +41,7 @@ def test_processes_compile_all_but_what_cannot_be(processes: KernelProcesses) ->
         rstd = torch.ones(16)
         kernels.norm_backward(X, codes, scale, X[0], None, rstd, None, False, [1, 128])
 
-    found = requests_of(forward, backward)
+    found = requests_of(launch_norm, backward)
     bad = found[0]._replace(constants={})
     for request in (found[0], bad, *found[1:]):
         processes.compile(request)
@@ -71,7 +51,7 @@ def test_processes_compile_all_but_what_cannot_be(processes: KernelProcesses) ->
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_processes_that_end_leave_the_rest(when: str, processes: KernelProcesses) -> None:
-    (request,) = requests_of(forward)
+    (request,) = requests_of(launch_norm)
     if when == "after":
         processes.compile(request)
         assert processes.wait() == 1

@@ -86,7 +86,7 @@ def test_other_threads_launch_as_ever() -> None:
     assert "FakeDriver" in str(errors[0]) and len(found) == 1
 
 
-def test_somebody_elses_hook_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hook_that_is_set_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **told: seen.append(told) or True)
     assert requests_of(launch_norm) == [] and len(seen) == 1

@@ -68,7 +68,7 @@ def requesting_kernels(take: Callable[[KernelRequest], None]) -> Iterator[None]:
     """Let this thread launch no kernel that would have to be compiled: it is named to take() instead, once.
 
     New tensors hold zeros, for what such a kernel would have written is read by what does run. Other threads launch as
-    ever. Where Triton calls somebody's jit_cache_hook already, nothing is left out.
+    ever. Where a jit_cache_hook is set already, nothing is left out.
     """
     if knobs.runtime.jit_cache_hook is not None:
         yield

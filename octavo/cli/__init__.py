@@ -73,7 +73,7 @@ COMMANDS = {
             "--max-queue": "--max-num-waiting",
         },
         "octavo.serve.keywords:SERVE_NAMES",
-        keywords=_OF_AN_LLM,
+        keywords=_OF_AN_LLM | {"api_keys": "api_key"},
     ),
     "warm": Entry(
         "octavo.cli.warm:command",

@@ -9,8 +9,9 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -22,6 +23,7 @@ PRELOADED = [
     *("octavo.train", "octavo.rl.loop", "octavo.cli.train", "octavo.cli.serve", "octavo.serve.http.server"),
     *("octavo.serve.tensor_updates", "pytest", "triton"),
     *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.utils.tensorboard"),
+    "torch.distributed.run",
 ]
 
 
@@ -57,11 +59,26 @@ def _octavo(log: Path, environment: dict[str, str], arguments: tuple[str, ...]) 
 
 
 class Fork:
-    """A process that runs job(*arguments), with what tests and octavo use of subprocess.Popen."""
+    """A process that runs job(*arguments), with what tests, octavo and torchrun use of subprocess.Popen.
 
-    def __init__(self, job: Callable[..., Any], *arguments: Any) -> None:
-        self._process = context().Process(target=_run, args=(dict(os.environ), job, arguments))
+    Args:
+        environment: this process's where it is not given; the folder is this process's too.
+        streams: descriptors of its stdout and stderr.
+    """
+
+    def __init__(
+        self,
+        job: Callable[..., Any],
+        *arguments: Any,
+        environment: Mapping[str, str] = os.environ,
+        streams: tuple[int, int] = (1, 2),
+    ) -> None:
+        given = [Connection(os.dup(fd)) for fd in streams]
+        place = dict(environment), os.getcwd(), given
+        self._process = context().Process(target=_run, args=(*place, job, arguments))
         self._process.start()
+        for stream in given:
+            stream.close()
         assert self._process.pid is not None, "it was started"
         self.pid = self._process.pid
         self._lock = threading.Lock()  # its exit code can be read once
@@ -90,14 +107,27 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
 
-def _run(environment: dict[str, str], job: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _run(
+    environment: dict[str, str], folder: str, streams: list[Connection], job: Callable[..., Any], arguments: Any
+) -> None:
     take_environment(environment)
+    os.chdir(folder)
+    for number, stream in enumerate(streams, 1):
+        with stream:
+            os.dup2(stream.fileno(), number)
     # the server that this process came from has the imports; Python would start another one
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
     try:
         job(*arguments)
     finally:
         atexit._run_exitfuncs()  # as an interpreter does, and multiprocessing does not
+
+
+def _run_module(*arguments: str) -> None:
+    """`python -m MODULE ARGUMENT ...` in a session of its own."""
+    os.setsid()
+    sys.argv = [*arguments]
+    runpy.run_module(arguments[0], run_name="__main__")
 
 
 _popen = subprocess.Popen
@@ -116,12 +146,10 @@ def popen_or_fork(command: Sequence[str], **given: Any) -> Any:
 
 
 def _work(parent: int, ends: list[Connection], *arguments: str) -> None:
-    os.setsid()
     Path("/proc/self/comm").write_text(rank_name(parent))
     # its own parent is the server of forks
     os.getppid = lambda: parent if Path(f"/proc/{parent}").exists() else 1
-    sys.argv = [_WORKER[2], *(str(end.fileno()) for end in ends), *arguments]
-    runpy.run_module(_WORKER[2], run_name="__main__")
+    _run_module(_WORKER[2], *(str(end.fileno()) for end in ends), *arguments)
 
 
 def rank_name(parent: int) -> str:
@@ -129,13 +157,37 @@ def rank_name(parent: int) -> str:
     return f"rank of {parent}"
 
 
-def serve(stderr: Connection, *arguments: str) -> None:
+def serve(*arguments: str) -> None:
     """In a Fork, `octavo serve ARGUMENT ...`."""
     subprocess.Popen = popen_or_fork  # type: ignore[misc,assignment]
-    with stderr, open(os.devnull, "w") as nowhere:
-        os.dup2(stderr.fileno(), 2)
-        os.dup2(nowhere.fileno(), 1)
     sys.argv = ["octavo", "serve", *arguments]
     from octavo import cli
 
     cli.main()
+
+
+def torchrun(folder: Path, environment: Mapping[str, str], *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """`torchrun --standalone ARGUMENT ...` in a folder; its ranks are forks too."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        streams = out.fileno(), errors.fileno()
+        launcher = Fork(_launch, str(folder), *arguments, environment=environment, streams=streams)
+        try:
+            code = launcher.wait(180)
+        finally:
+            launcher.kill()
+        for file in (out, errors):
+            file.seek(0)
+        return subprocess.CompletedProcess(arguments, code, out.read(), errors.read())
+
+
+def _launch(folder: str, *arguments: str) -> None:
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    def start(args: Sequence[str], env: Mapping[str, str], **_: Any) -> Fork:
+        assert args[1:3] == ("-u", "-m"), args
+        return Fork(_run_module, *args[3:], environment=env)
+
+    os.chdir(folder)
+    subprocess_handler.Popen = start  # type: ignore[assignment,misc]
+    run.main(["--standalone", *arguments])

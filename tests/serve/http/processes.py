@@ -6,7 +6,6 @@ import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import Pipe
 from typing import Any
 
 import httpx
@@ -21,15 +20,13 @@ class Process:
 
     def __init__(self, *arguments: str, octavo: Sequence[str] = ()) -> None:
         self.popen: Any
-        ours, theirs = Pipe(duplex=False)
-        with theirs:
+        ours, theirs = os.pipe()
+        self._stderr = os.fdopen(ours)
+        with os.fdopen(theirs, "wb"), open(os.devnull, "wb") as nowhere:
             if octavo:
-                command = [*octavo, "serve", *arguments]
-                self.popen = subprocess.Popen(command, stderr=theirs.fileno(), stdout=subprocess.DEVNULL)
+                self.popen = subprocess.Popen([*octavo, "serve", *arguments], stdout=nowhere, stderr=theirs)
             else:
-                self.popen = forks.Fork(forks.serve, theirs, *arguments)
-        self._stderr = os.fdopen(os.dup(ours.fileno()), errors="replace")
-        ours.close()
+                self.popen = forks.Fork(forks.serve, *arguments, streams=(nowhere.fileno(), theirs))
         self.log: list[str] = []
         self.url = ""
         self._is_listening = threading.Event()

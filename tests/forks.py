@@ -131,25 +131,25 @@ def _run_module(*arguments: str) -> None:
 
 
 _popen = subprocess.Popen
-_WORKER = [sys.executable, "-m", "octavo.serve.tensor_worker"]
+_WORKERS = [[sys.executable, "-m", module] for module in ("octavo.serve.tensor_worker", "tests.serve.dying_worker")]
 
 
 def popen_or_fork(command: Sequence[str], **given: Any) -> Any:
     """For subprocess.Popen: a tensor-parallel worker is a fork, which spends no seconds on imports."""
-    if command[:3] != _WORKER:
+    if command[:3] not in _WORKERS:
         return _popen(command, **given)
     ends = [Connection(os.dup(fd)) for fd in given["pass_fds"]]
-    fork = Fork(_work, os.getpid(), ends, *command[5:])
+    fork = Fork(_work, os.getpid(), command[2], ends, *command[5:])
     for end in ends:
         end.close()
     return fork
 
 
-def _work(parent: int, ends: list[Connection], *arguments: str) -> None:
+def _work(parent: int, module: str, ends: list[Connection], *arguments: str) -> None:
     Path("/proc/self/comm").write_text(rank_name(parent))
     # its own parent is the server of forks
     os.getppid = lambda: parent if Path(f"/proc/{parent}").exists() else 1
-    _run_module(_WORKER[2], *(str(end.fileno()) for end in ends), *arguments)
+    _run_module(module, *(str(end.fileno()) for end in ends), *arguments)
 
 
 def rank_name(parent: int) -> str:

@@ -201,7 +201,7 @@ def test_a_rank_that_is_killed_as_it_captures_a_graph_ends_the_start_or_all_requ
 def test_a_rank_that_is_killed_at_the_start_is_one_error(
     checkpoint: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_job, "_TIMEOUT", local_job._TIMEOUT / 15)
+    monkeypatch.setattr(local_job, "_TIMEOUT", local_job._TIMEOUT / 60)
     real = getattr(TensorWorkers, step)
 
     def kill(workers: TensorWorkers) -> Any:

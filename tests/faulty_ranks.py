@@ -15,9 +15,9 @@ from pathlib import Path
 from octavo.config import load_config, sections_of
 from octavo.distributed.mesh import Mesh, end_job
 from octavo.errors import OctavoError
+from tests import forks
 from tests.quiet import cores_alone, cores_shared
 
-LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 _GATHER = "gather in "
 
 
@@ -26,18 +26,10 @@ def start(
 ) -> "subprocess.CompletedProcess[str]":
     """The job, from a config of octavo train or octavo rl."""
     marker = config.with_suffix(f".{fault}")
-    command = [*LAUNCHER, "--max-restarts", str(restarts), "-m", "tests.faulty_ranks", str(config)]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = ["--nproc-per-node", "2", "--max-restarts", str(restarts), "-m", "tests.faulty_ranks", str(config)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
     with cores_alone() if fault in ("stop", "slow") else cores_shared():
-        ended = subprocess.run(
-            [*command, fault, str(rank), place, str(marker)],
-            capture_output=True,
-            text=True,
-            env=env,
-            cwd=config.parent,
-            timeout=180,
-            check=False,
-        )
+        ended = forks.torchrun(config.parent, env, *command, fault, str(rank), place, str(marker))
     assert marker.exists(), f"the fault never came:\n{ended.stderr[-4000:]}"
     return ended
 

@@ -148,6 +148,14 @@ def options_of(command: str) -> set[str]:
     }
 
 
+def test_torchrun_on_one_host_is_written_one_way() -> None:
+    """With --standalone, which picks a free port, unless --nnodes says that there are several hosts."""
+    places = [*PAGES, *CONFIGS, *(ROOT / "examples").rglob("*.py")]
+    lines = [line for path in places for line in re.findall(r"torchrun --[^\n]*", path.read_text(encoding="utf-8"))]
+    assert len(lines) > 10
+    assert [line for line in lines if not re.match(r"torchrun --(standalone|nnodes) ", line)] == []
+
+
 def test_toml_blocks_parse_and_make_has_the_targets_that_pages_name() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     for page in PAGES:

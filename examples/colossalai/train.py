@@ -1,6 +1,6 @@
 """A small model under ColossalAI's booster in octavo's FP8; run again after a kill, it goes on with the same bits.
 
-    torchrun --nproc-per-node 2 examples/colossalai/train.py --recipe blockwise --bf16-from 15
+    torchrun --standalone --nproc-per-node 2 examples/colossalai/train.py --recipe blockwise --bf16-from 15
 
 The lines that are octavo's have a comment.
 """

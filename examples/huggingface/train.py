@@ -1,4 +1,4 @@
-"""transformers' Trainer with FP8 linears: train.py MODEL OUT; started again, it goes on from OUT."""
+"""transformers' Trainer with FP8 linears: python examples/huggingface/train.py MODEL OUT; run again, it goes on."""
 
 import argparse
 import os

@@ -1,6 +1,6 @@
 """A small GPT of Megatron-Core's with octavo's FP8 layers; run again after a kill, it goes on with the same bits.
 
-    torchrun --nproc-per-node 2 examples/megatron/train.py --tensor 2 --recipe blockwise
+    torchrun --standalone --nproc-per-node 2 examples/megatron/train.py --tensor 2 --recipe blockwise
 
 What is octavo's has a comment. Megatron-LM's own script takes the same layers: docs/ecosystem/megatron.md.
 """

@@ -1,6 +1,7 @@
-"""torchtitan's debug model with octavo's FP8 linears, as a config for torchtitan's own launcher.
+r"""torchtitan's debug model with octavo's FP8 linears, as a config for torchtitan's own launcher.
 
-torchrun --nproc-per-node 8 -m torchtitan.train --module examples.torchtitan.llama3_fp8 --config debugmodel_fp8
+torchrun --standalone --nproc-per-node 8 -m torchtitan.train \
+    --module examples.torchtitan.llama3_fp8 --config debugmodel_fp8
 """
 
 from torchtitan.models.llama3 import model_registry

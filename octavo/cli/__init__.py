@@ -20,7 +20,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from octavo import __version__
-from octavo.cli.foreign_options import translate_options
+from octavo.cli.foreign_options import refuse_options_of, translate_options
 from octavo.cli.option_names import name_options
 from octavo.deprecation import rename_options
 from octavo.errors import OctavoError
@@ -42,6 +42,7 @@ class Entry(NamedTuple):
         former_options: names that options had and what stands for each today; they are taken for one more release,
             with a warning.
         foreign_options: the table of options that another library's command has, as `module:name`.
+        part_of: another subcommand, whose other options are refused in one line.
         keywords: name_options', of a command whose options are keywords of the library; None leaves its errors alone.
     """
 
@@ -49,6 +50,7 @@ class Entry(NamedTuple):
     summary: str
     former_options: Mapping[str, str] = {}
     foreign_options: str = ""
+    part_of: str = ""
     keywords: Mapping[str, str] | None = None
 
 
@@ -71,11 +73,13 @@ COMMANDS = {
             "--max-queue": "--max-num-waiting",
         },
         "octavo.serve.keywords:SERVE_NAMES",
-        _OF_AN_LLM,
+        keywords=_OF_AN_LLM | {"api_keys": "api_key"},
     ),
     "warm": Entry(
         "octavo.cli.warm:command",
         "Compile the kernels that serving a checkpoint will need, for an image or a fleet.",
+        foreign_options="octavo.serve.keywords:SERVE_NAMES",
+        part_of="serve",
         keywords={"recipe": "quantization"},
     ),
     "rl": Entry(
@@ -132,6 +136,8 @@ class LazyGroup(TyperGroup):
         if entry.foreign_options:
             module, table = entry.foreign_options.split(":")
             rest = translate_options(command, rest, getattr(import_module(module), table))
+        if entry.part_of:
+            refuse_options_of(load_command(entry.part_of), command, rest)
         return name, command, rest
 
 

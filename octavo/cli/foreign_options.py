@@ -1,4 +1,6 @@
-"""Options of vllm serve that a command lacks: renamed, taken where they ask for nothing, or refused with advice."""
+"""Options of vllm serve that a command lacks: renamed, taken where they ask for nothing, or refused with advice. And
+options of octavo serve that `octavo warm` lacks.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -74,6 +76,22 @@ def translate_options(command: click.Command, arguments: Sequence[str], names: "
             got = "" if name in _SWITCHES else f" {value}"
             raise ConfigError(f"octavo {command.name} does not take {head}{got}; {names[name].advice}")
     return taken
+
+
+def refuse_options_of(whole: click.Command, command: click.Command, arguments: Sequence[str]) -> None:
+    """Name every option that a command lacks and the one that it is a part of has.
+
+    Raises:
+        ConfigError: there are such options before a `--`.
+    """
+    own, others = ({text for p in c.params for text in (*p.opts, *p.secondary_opts)} for c in (command, whole))
+    end = list(arguments).index("--") if "--" in arguments else len(arguments)
+    typed = dict.fromkeys(word.partition("=")[0] for word in arguments[:end])
+    if refused := [name for name in typed if name in others - own]:
+        raise ConfigError(
+            f"octavo {command.name} takes only some options of octavo {whole.name} (octavo {command.name} --help lists "
+            f"them); leave out {', '.join(refused)}"
+        )
 
 
 def _note(command: click.Command, given: dict[str | None, tuple[str, str]], ours: str, name: str, value: str) -> None:

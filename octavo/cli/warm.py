@@ -34,8 +34,9 @@ def command(
 ) -> None:
     """Compile what `octavo serve` would compile at its first start, for an image or a fleet.
 
-    It takes the options of serve that change kernels, and needs a GPU of the kind that will serve. Of the checkpoint it
-    reads config.json alone. A model that GPUs share compiles at its first start all the same.
+    It takes the options of serve below, which change kernels; leave out all others, such as --port. It needs a GPU of
+    the kind that will serve. Of the checkpoint it reads config.json alone. A model that GPUs share compiles at its
+    first start all the same.
     """
     limits = EngineConfig(
         **served_tokens(max_num_seqs, max_num_batched_tokens),

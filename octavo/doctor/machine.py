@@ -91,11 +91,17 @@ def _check_cpu() -> Check:
     text = f"{os.cpu_count()} cores, {torch.get_num_threads()} used, {memory:.1f} GiB; FP8 is emulated"
     if torch.version.cuda and not torch.cuda.is_available():
         return Check("CPU", "note", f"{text}. torch is built for CUDA and finds no GPU: look at the driver")
+    advice = threads_advice()
+    return Check("CPU", "note", f"{text}; {advice}") if advice else Check("CPU", "ok", text)
+
+
+def threads_advice() -> str:
+    """What to set where torch has more threads than cores are free, which wait for each other; else nothing."""
     load = os.getloadavg()[0]
     num_free = max(1, (os.cpu_count() or 1) - round(load))
-    if torch.get_num_threads() > num_free:  # they would wait for each other
-        return Check("CPU", "note", f"{text}; load {load:.1f}: on cores that others use set OMP_NUM_THREADS={num_free}")
-    return Check("CPU", "ok", text)
+    if torch.get_num_threads() <= num_free:
+        return ""
+    return f"load {load:.1f}: on cores that others use set OMP_NUM_THREADS={num_free}"
 
 
 def _check_triton(device: torch.device) -> Check:

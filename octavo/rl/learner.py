@@ -22,6 +22,7 @@ from octavo.rl.health import HealthMonitor, HealthStatus
 from octavo.rl.losses import token_coefficients
 from octavo.rl.metrics import mismatch_metrics, repetition_share
 from octavo.rl.objective import CorrectionProbe, Objective, TokenBatch, policy_objective
+from octavo.rl.ranks import check_pieces
 from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.router_replay import PolicyRouters
 from octavo.run.first_bad_tensor import first_bad_tensor
@@ -149,9 +150,11 @@ class Learner:
             advantages: [sequences] fp32.
             step: from 1; for messages, correction.effect_every and trainer.check_exact_every.
         Raises:
+            ConfigError: the ranks would not have as many micro-batches as each other.
             ExactnessError: in exact mode; no update is made from the minibatch that raises.
             NonFiniteError: likewise.
         """
+        check_pieces(self.config, self.mesh, len(rollouts))
         keeps = self.config.trainer.gather_once
         with _host_math(self.model.device), kept(self.model) if keeps else contextlib.nullcontext():
             return self._learn(rollouts, advantages, step)

@@ -106,9 +106,17 @@ def check_ranks(config: RLConfig, mesh: Mesh, heldout: list[str]) -> None:
     for key, is_asked, remedy in _unsupported(config):
         if is_asked:
             raise ConfigError(f"{key} is not supported on several ranks yet, got {mesh.world_size}; {remedy}")
-    size = config.rollout.prompts_per_step * config.rollout.samples_per_prompt // config.num_minibatches
-    given = config.trainer.micro_batch_sequences
-    if _num_pieces(size, given) % mesh.world_size:
+    check_pieces(config, mesh, config.rollout.prompts_per_step * config.rollout.samples_per_prompt)
+
+
+def check_pieces(config: RLConfig, mesh: Mesh, num_sequences: int) -> None:
+    """All ranks have as many micro-batches of a step's sequences as the others, or they would wait for each other.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    size, given = num_sequences // config.num_minibatches, config.trainer.micro_batch_sequences
+    if mesh.world_size > 1 and _num_pieces(size, given) % mesh.world_size:
         fits = [n for n in range(size, 0, -1) if size % n == 0 and size // n % mesh.world_size == 0][:4]
         raise ConfigError(
             f"the micro-batches of a mini-batch must be a multiple of the ranks, got {_num_pieces(size, given)} of "

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ from bench.demo.ranks import _compare_rl, _compare_samples, _compare_training, r
 from octavo.cli import main
 from octavo.errors import ConfigError
 from octavo.run.metrics import METRICS_FILE, read_metrics
-from tests.forks import start_octavo
+from tests.forks import popen_or_fork, start_octavo
 from tests.ranks import run_ranks
 
 Sampled = tuple[list[int], list[float]]
@@ -76,6 +77,8 @@ def test_two_ranks_are_equal_to_one_process_and_a_difference_is_seen(
     if are_forks:
         monkeypatch.setattr(ranks, "_octavo", run_in_forks)
         monkeypatch.setattr(ranks, "_train_and_kill", kill_in_forks)
+        monkeypatch.setattr(ranks, "TRAIN", ranks.TRAIN.replace("max_bytes = 2_000_000", "max_bytes = 600_000"))
+        monkeypatch.setattr(subprocess, "Popen", popen_or_fork)
     assert run_ranks_demo(2, tmp_path, 0, Display())
     compared = json.loads((tmp_path / "ranks.json").read_text())["compared"]
     assert len(compared) == 6 and all(row["is_equal"] for row in compared)

@@ -76,7 +76,7 @@ def sample(model: Decoder) -> list[Any]:
     prompts = [ids(seed, num).tolist() for seed, num in ((1, 5), (2, 40), (3, 70))]
     prompts.append(prompts[2][:64] + prompts[0])
     llm = octavo.LLM(model, max_num_seqs=4, max_num_batched_tokens=32, num_kv_pages=5)
-    params = octavo.SamplingParams(max_tokens=20, temperature=1.0, logprobs=1, seed=5, ignore_eos=True)
+    params = octavo.SamplingParams(max_tokens=8, temperature=1.0, logprobs=1, seed=5, ignore_eos=True)
     outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
     return [(o.token_ids, [sorted((k, v.logprob) for k, v in d.items()) for d in o.logprobs or []]) for o in outputs]
 

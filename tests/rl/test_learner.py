@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.errors import ExactnessError
+from octavo.distributed.mesh import Mesh
+from octavo.errors import ConfigError, ExactnessError
 from octavo.models import Decoder, sequence_logprobs
 from octavo.rl import learner
 from octavo.rl.config import RLConfig
@@ -104,6 +105,15 @@ def test_exact_mode_scores_a_whole_step_every_n_steps(
     one = Learner(policy[0], tiny_config(tmp_path, trainer={"minibatches": 1, "check_exact_every": 1}))
     update = one.learn(sampled(one.model), torch.tensor(ADVANTAGES), 1)
     assert not scored and update.metrics["mismatch/tokens_checked_share"] == 1.0  # by the minibatch itself
+
+
+def test_ranks_that_would_wait_for_each_other_are_refused(tmp_path: Path, policy: Policy) -> None:
+    """Four sequences in two minibatches are one micro-batch each, or two of one sequence."""
+    mesh = Mesh(0, 2, 1, 2, torch.device("cpu"))
+    it = Learner(policy[0], tiny_config(tmp_path, trainer={"minibatches": 2}), mesh=mesh)
+    with pytest.raises(ConfigError, match=r"got 1 of 2 sequences each for 2.*set trainer\.micro_batch_sequences to 1"):
+        it.learn(sampled(it.model), torch.tensor(ADVANTAGES), 1)
+    assert it.num_updates_begun == 0
 
 
 def test_a_first_minibatch_without_tokens_leaves_the_check_to_the_whole_step(tmp_path: Path, policy: Policy) -> None:

@@ -29,6 +29,7 @@ from octavo.rl.history import StepRow
 from octavo.rl.progress import RLProgress
 from octavo.run.metrics import METRICS_FILE, read_metrics
 from octavo.serve import LLM
+from tests import forks
 from tests.quiet import cores_shared
 from tests.ranks import run_ranks
 from tests.rl.conftest import nudge, tiny_config
@@ -310,27 +311,29 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks: tuple[Path, list[dict
         assert ours.read_bytes() == one.read_bytes()
 
 
-def torchrun(folder: Path, **sections: Any) -> "subprocess.Popen[str]":
+def command_of(folder: Path, **sections: Any) -> list[str]:
+    """`octavo rl`'s, for torchrun."""
     file = folder / "config.toml"
     file.write_text(to_toml(config_of(folder / "run", 2, parallel=ORDERED, **sections)), encoding="utf-8")
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "octavo", "rl", str(file)]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-m", *launcher], **pipes)
+    return ["--nproc-per-node", "2", "-m", "octavo", "rl", str(file)]
 
 
 @SLOW
 def test_the_command_under_torchrun_prints_once(tmp_path: Path) -> None:
-    with cores_shared(), torchrun(tmp_path) as job:
-        out, errors = job.communicate(timeout=120)
-    assert job.returncode == 0, errors
-    assert out.count("mean reward (held-out)") == 1 and errors.count("held-out reward before") == 1
-    assert "Traceback" not in errors
+    with cores_shared():
+        ended = forks.torchrun(tmp_path, os.environ, *command_of(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("mean reward (held-out)") == 1 and ended.stderr.count("held-out reward before") == 1
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.largest
 def test_the_command_under_torchrun_saves_when_it_is_stopped(tmp_path: Path) -> None:
     metrics = tmp_path / "run" / METRICS_FILE
-    with cores_shared(), torchrun(tmp_path, trainer={"steps": 10_000}) as job:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, *command_of(tmp_path, trainer={"steps": 10_000})]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with cores_shared(), subprocess.Popen(command, **pipes) as job:
         deadline = time.monotonic() + 120
         while not read_metrics(metrics, StepRow) and time.monotonic() < deadline:
             time.sleep(0.2)

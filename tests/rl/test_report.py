@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from octavo.cli import busy_cpu
 from octavo.errors import ConfigError, DataError
 from octavo.integrations.config import to_toml
 from octavo.models.tokenizer import char_tokenizer, train_bpe
@@ -256,12 +257,16 @@ def test_a_step_that_was_written_twice_is_shown_once() -> None:
     assert ">new<" in text and ">old<" not in text
 
 
-def test_a_run_writes_its_report_and_the_command_writes_it_again(tmp_path: Path, run_octavo: RunOctavo) -> None:
+def test_a_run_writes_its_report_and_the_command_writes_it_again(
+    tmp_path: Path, run_octavo: RunOctavo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "config.toml"
     directory = tmp_path / "run"
     config = tiny_config(directory, exact=False, trainer={"recipe": "bf16", "steps": 2})
     file.write_text(to_toml(config))
-    assert str(directory / REPORT_FILE) in run_octavo("rl", file, "--quiet").out.replace("\n", "")
+    monkeypatch.setattr(busy_cpu, "threads_advice", lambda: "set OMP_NUM_THREADS=3")
+    ended = run_octavo("rl", file, "--quiet")
+    assert str(directory / REPORT_FILE) in ended.out.replace("\n", "") and "set OMP_NUM_THREADS=3" in ended.err
     page = Page((directory / REPORT_FILE).read_text(encoding="utf-8"))
     coloured = [name for name, title, _ in page.spans if title]
     assert any(re.fullmatch(r"(up|down)\d+", name) for name in coloured)

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from octavo.rl.history import StepRow
 from octavo.rl.progress import RLProgress
 from octavo.run.metrics import METRICS_FILE
 from octavo.run.stopping import StoppedBeforeStepError, raise_on_signals, stop_on_signals
+from tests import forks
 from tests.rl.conftest import tiny_config
 from tests.rl.test_loop import EASY, run
 from tests.rl.test_resume import bits
@@ -155,16 +155,16 @@ def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-IGNORING = (
-    "import signal, sys, pytest; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.exit(pytest.main(sys.argv[1:]))"
-)
+def run_ignoring() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(pytest.main([__file__, "-q", "--assert=plain", "-p", "no:cacheprovider", "-m", "not slow"]))
 
 
 @pytest.mark.slow
-def test_these_tests_pass_where_sigint_is_ignored() -> None:
-    command = [sys.executable, "-c", IGNORING, __file__, "-q", "-p", "no:cacheprovider", "-m", "not slow"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-2000:]
+def test_these_tests_pass_where_sigint_is_ignored(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as log:
+        code = forks.Fork(run_ignoring, streams=(log.fileno(), log.fileno())).wait(300)
+    assert code == 0, (tmp_path / "log").read_text()[-2000:]
 
 
 def test_a_handler_of_another_owner_stays() -> None:

@@ -38,7 +38,7 @@ def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_
     [
         (["--max-n", "0"], "--max-n must be at least 1"),
         (["--weights-dir", "."], "--weights-dir must be a folder, and goes with an admin key"),
-        (["--api-key", " "], "api_keys must not be empty"),
+        (["--api-key", " "], "--api-key must not be empty"),
         (["--host", "no such host"], "cannot listen at no such host"),
         (["--kv-cache-dtype", "fp9"], "--kv-cache-dtype must be auto, bf16 or fp8, got 'fp9'"),
         (["--attention-dtype", "fp8"], "needs --kv-cache-dtype fp8, got 'bf16'"),

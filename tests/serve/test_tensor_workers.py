@@ -1,5 +1,6 @@
 """LLM and `octavo serve` over two ranks that they start: one process's bits, and what becomes of ranks that die."""
 
+import contextlib
 import functools
 import os
 import re
@@ -29,6 +30,7 @@ from octavo.parallel import parallelize
 from octavo.serve import rank_watch
 from octavo.serve.engine.request import LostRankError
 from octavo.serve.tensor_workers import TensorParallel, TensorWorkers
+from tests import forks
 from tests.conftest import RunOctavo
 from tests.parallel.test_tensor_parallel import ids, make
 from tests.ranks import run_group
@@ -199,7 +201,7 @@ def test_a_rank_that_is_killed_as_it_captures_a_graph_ends_the_start_or_all_requ
 def test_a_rank_that_is_killed_at_the_start_is_one_error(
     checkpoint: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_job, "_TIMEOUT", local_job._TIMEOUT / 15)
+    monkeypatch.setattr(local_job, "_TIMEOUT", local_job._TIMEOUT / 60)
     real = getattr(TensorWorkers, step)
 
     def kill(workers: TensorWorkers) -> Any:
@@ -480,9 +482,8 @@ def test_torchruns_ranks_that_are_not_the_servers_are_one_error(
 def children(pid: int) -> list[int]:
     """Workers of a process."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with open(path, encoding="ascii", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
-        if int(fields[1]) == pid and "tensor_worker" in Path(path.parent, "cmdline").read_text():
-            found.append(int(path.parent.name))
+    for path in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError):  # it has ended
+            if path.read_text().strip() == forks.rank_name(pid):
+                found.append(int(path.parent.name))
     return found

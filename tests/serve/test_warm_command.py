@@ -81,3 +81,12 @@ def test_its_options_are_those_of_serve() -> None:
 
     warm, serve = options_of("warm"), options_of("serve")
     assert warm == {name: serve[name] for name in warm}
+
+
+def test_a_pasted_command_line_of_serve_is_told_what_to_leave_out(folder: Path, run_octavo: RunOctavo) -> None:
+    known = ("--kv_cache_dtype", "fp8", "--max-num-seqs=4")
+    ended = run_octavo("warm", folder, "--port", "9000", *known, "-tp", "2", "--api-key=k", "--no-warm-up", "--port=1")
+    assert ended.code == 2 and ended.err.count("\n") == 1
+    assert ended.err.strip().endswith("; leave out --port, --tensor-parallel-size, --api-key, --no-warm-up")
+    assert "there is none to compile for" in run_octavo("warm", folder, *known, "--device", "cpu").err
+    assert "No such option: --prot" in run_octavo("warm", folder, "--prot", "1").err

@@ -13,7 +13,7 @@ from tests.assertions import assert_raises
 TESTS = Path(__file__).parent.parent
 # wherever they are: a file that moves must not be left out
 FILES = [TESTS / "ops" / "quantize" / "test_delayed.py", *sorted((TESTS / "ops").rglob("test_triton*.py"))]
-NUM_PROCESSES = 3  # each takes seconds to start
+NUM_PROCESSES = 2  # each takes seconds to start
 
 
 def names(paths: list[Path]) -> str:

@@ -13,7 +13,7 @@ from tests.forks import start_octavo
 
 from .conftest import write_corpus, written
 
-STEPS = 120
+STEPS = 70
 TIMEOUT_S = 240.0
 
 

@@ -1,5 +1,6 @@
 """The demo from end to end, short: it ends, its claims hold, its report is whole."""
 
+import functools
 import math
 import multiprocessing
 from pathlib import Path
@@ -15,6 +16,7 @@ from bench.demo.pretrain import VARIANTS
 from bench.demo.reinforce import CORRECTED, EXACT
 from bench.demo.results import DemoResults
 from octavo.errors import ConfigError
+from octavo.rl.config import WarmupSection
 from tests import forks
 from tests.assertions import assert_raises
 
@@ -42,6 +44,7 @@ def test_a_short_run_keeps_every_promise(tmp_path: Path, monkeypatch: pytest.Mon
     for name, number in shorter.items():
         monkeypatch.setattr(reinforce, name, number)
     monkeypatch.setattr(pretrain, "_MAX_STEPS", pretrain._MIN_STEPS)
+    monkeypatch.setattr(reinforce, "WarmupSection", functools.partial(WarmupSection, check_every=40))
     context = forks.context()  # has the imports
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
     with (tmp_path / "log").open("w") as log:

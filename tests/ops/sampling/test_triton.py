@@ -98,8 +98,8 @@ def test_masked_logits() -> None:
 
 
 def test_only_kept_tokens_are_drawn() -> None:
-    logits = torch.randn(1, 150, generator=torch.Generator().manual_seed(2)).repeat(40, 1)
-    given = columns([(1.0, 3, 1.0, 0.0)] * 40, 6)
+    logits = torch.randn(1, 150, generator=torch.Generator().manual_seed(2)).repeat(10, 1)
+    given = columns([(1.0, 3, 1.0, 0.0)] * 10, 6)
     best = set(logits[0].topk(3).indices.tolist())
     found = kernels.sample(logits.to(DEVICE), *(t.to(DEVICE) for t in given)).cpu().tolist()
     assert set(found) <= best and len(set(found)) > 1

@@ -1,25 +1,32 @@
 """`octavo serve` as a process of its own."""
 
+import os
 import re
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
+
+from tests import forks
 
 LISTENING = re.compile(r"listening at (http://\S+)")
 
 
 class Process:
-    """A server's process; log holds what it has said."""
+    """A server's process, a fork where `octavo` is no command of its own; log holds what it has said."""
 
     def __init__(self, *arguments: str, octavo: Sequence[str] = ()) -> None:
-        command = octavo or [sys.executable, "-c", "from octavo.cli import main; main()"]
-        self.popen = subprocess.Popen(
-            [*command, "serve", *arguments], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self.popen: Any
+        ours, theirs = os.pipe()
+        self._stderr = os.fdopen(ours)
+        with os.fdopen(theirs, "wb"), open(os.devnull, "wb") as nowhere:
+            if octavo:
+                self.popen = subprocess.Popen([*octavo, "serve", *arguments], stdout=nowhere, stderr=theirs)
+            else:
+                self.popen = forks.Fork(forks.serve, *arguments, streams=(nowhere.fileno(), theirs))
         self.log: list[str] = []
         self.url = ""
         self._is_listening = threading.Event()
@@ -42,12 +49,12 @@ class Process:
         return code, "".join(self.log)
 
     def _read(self) -> None:
-        assert self.popen.stderr is not None
-        for line in self.popen.stderr:
-            self.log.append(line)
-            if match := LISTENING.search(line):
-                self.url = match.group(1)
-                self._is_listening.set()
+        with self._stderr:
+            for line in self._stderr:
+                self.log.append(line)
+                if match := LISTENING.search(line):
+                    self.url = match.group(1)
+                    self._is_listening.set()
         self._is_listening.set()
 
 
@@ -60,6 +67,3 @@ def served(*arguments: str, octavo: Sequence[str] = ()) -> Iterator[Process]:
         if process.popen.poll() is None:
             process.popen.kill()
         process.end()
-        for pipe in (process.popen.stdout, process.popen.stderr):
-            assert pipe is not None
-            pipe.close()

@@ -248,7 +248,7 @@ def test_a_second_signal_ends_what_is_unfinished(router: Process) -> None:
     assert streamed.text.endswith("data: [DONE]\n\n") and '"error"' in streamed.text
     assert whole.status_code == 503 and "shut down" in whole.text
     code, log = router.end()
-    assert code == 1 and "2 requests are ended for they are not finished in time" in log, log
+    assert code == 1 and "2 requests are ended by a second signal" in log, log
 
 
 @pytest.mark.nightly

@@ -18,13 +18,12 @@ MAX_SHARE_AHEAD = 1 / 8  # of all bytes: what becomes codes takes half, and load
 def read_ahead(reads: Sequence[tuple[int, Callable[[], T]]], device: torch.device | str) -> Generator[T, None, None]:
     """What each of these reads returns, in their order; later ones begin before the caller takes an earlier one.
 
-    What the caller has not come back for takes no more than MAX_BYTES_AHEAD and MAX_SHARE_AHEAD, or is a single read.
+    What a read raises is raised when its turn comes, and no read begins behind it. What the caller has not come back
+    for takes no more than MAX_BYTES_AHEAD and MAX_SHARE_AHEAD, or is a single read.
 
     Args:
         reads: bytes that a read leaves on the device, and the read, which a thread calls under the caller's stream.
         device: where to.
-    Raises:
-        What a read raises, when its turn comes; no read begins behind it.
     """
     place, max_bytes = torch.device(device), min(MAX_BYTES_AHEAD, MAX_SHARE_AHEAD * sum(size for size, _ in reads))
     stream = torch.cuda.current_stream(place) if place.type == "cuda" else None

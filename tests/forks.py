@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -38,24 +38,6 @@ def take_environment(environment: dict[str, str]) -> None:
     """In a fork: the environment of the test, for the server's is of when it began."""
     os.environ.clear()
     os.environ.update(environment)
-
-
-def start_octavo(log: Path, *arguments: str) -> ForkServerProcess:
-    """`octavo ARGUMENT ...`, which writes to the end of `log`."""
-    process = context().Process(target=_octavo, args=(log, dict(os.environ), arguments), daemon=True)
-    process.start()
-    return process
-
-
-def _octavo(log: Path, environment: dict[str, str], arguments: tuple[str, ...]) -> None:
-    from octavo import cli
-
-    take_environment(environment)
-    with log.open("ab") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    sys.argv = ["octavo", *arguments]
-    cli.main()
 
 
 class Fork:
@@ -82,6 +64,8 @@ class Fork:
         assert self._process.pid is not None, "it was started"
         self.pid = self._process.pid
         self._lock = threading.Lock()  # its exit code can be read once
+        if multiprocessing.parent_process() is None:  # a test that failed must not keep pytest waiting for it
+            atexit.register(self.kill)
 
     def poll(self) -> int | None:
         with self._lock:
@@ -123,6 +107,19 @@ def _run(
         atexit._run_exitfuncs()  # as an interpreter does, and multiprocessing does not
 
 
+def start_octavo(log: Path, *arguments: str) -> Fork:
+    """`octavo ARGUMENT ...`, which writes to the end of `log`."""
+    with log.open("ab") as file:
+        return Fork(_octavo, *arguments, streams=(file.fileno(), file.fileno()))
+
+
+def _octavo(*arguments: str) -> None:
+    from octavo import cli
+
+    sys.argv = ["octavo", *arguments]
+    cli.main()
+
+
 def _run_module(*arguments: str) -> None:
     """`python -m MODULE ARGUMENT ...` in a session of its own."""
     os.setsid()
@@ -160,10 +157,7 @@ def rank_name(parent: int) -> str:
 def serve(*arguments: str) -> None:
     """In a Fork, `octavo serve ARGUMENT ...`."""
     subprocess.Popen = popen_or_fork  # type: ignore[misc,assignment]
-    sys.argv = ["octavo", "serve", *arguments]
-    from octavo import cli
-
-    cli.main()
+    _octavo("serve", *arguments)
 
 
 def torchrun(folder: Path, environment: Mapping[str, str], *arguments: str) -> "subprocess.CompletedProcess[str]":

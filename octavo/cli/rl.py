@@ -60,7 +60,6 @@ def command(
     if show_config:
         typer.echo(to_toml(config), nl=False)
         return
-    from octavo.cli.busy_cpu import warn_of_busy_cpu
     from octavo.distributed.mesh import end_job
     from octavo.rl.checkpoint import FinishedRunError
     from octavo.rl.loop import run
@@ -72,8 +71,6 @@ def command(
         return
     if config_format == "octavo" and file is not None:
         refuse_empty(file, [*(keys or ()), *(overrides or ())], "configs/rl_arithmetic.toml")
-    if _is_first():
-        warn_of_busy_cpu(config.run.device)
     try:
         result = run(config, progress=not quiet, resume=resume)
     except FinishedRunError as finished:

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from octavo.cli.busy_cpu import warn_of_busy_cpu
 from octavo.config import load_config, refuse_empty, sections_of
 from octavo.distributed.mesh import end_job
 from octavo.env import torchrun_place
@@ -66,10 +65,8 @@ def command(
 
         print_plan(config, observe=observe)
     else:
-        if is_first:
-            for note in _left_unread(config.data):
-                Console(stderr=True).print(note, markup=False, highlight=False, soft_wrap=True)
-            warn_of_busy_cpu(config.run.device)
+        for note in _left_unread(config.data) if is_first else ():
+            Console(stderr=True).print(note, markup=False, highlight=False, soft_wrap=True)
         result = train(config, resume=resume)
         end_job()
         if is_first:

@@ -17,6 +17,7 @@ from octavo import __version__, env
 from octavo.numerics.quantized import quantize_reference
 from octavo.numerics.scaling import Scaling
 from octavo.ops.quantize import quantize_both
+from octavo.run.busy_cpu import threads_advice
 
 Status = Literal["ok", "note", "fail"]
 # package -> what is missing without it
@@ -91,17 +92,8 @@ def _check_cpu() -> Check:
     text = f"{os.cpu_count()} cores, {torch.get_num_threads()} used, {memory:.1f} GiB; FP8 is emulated"
     if torch.version.cuda and not torch.cuda.is_available():
         return Check("CPU", "note", f"{text}. torch is built for CUDA and finds no GPU: look at the driver")
-    advice = threads_advice()
+    advice = threads_advice(torch.device("cpu"))
     return Check("CPU", "note", f"{text}; {advice}") if advice else Check("CPU", "ok", text)
-
-
-def threads_advice() -> str:
-    """What to set where torch has more threads than cores are free, which wait for each other; else nothing."""
-    load = os.getloadavg()[0]
-    num_free = max(1, (os.cpu_count() or 1) - round(load))
-    if torch.get_num_threads() <= num_free:
-        return ""
-    return f"load {load:.1f}: on cores that others use set OMP_NUM_THREADS={num_free}"
 
 
 def _check_triton(device: torch.device) -> Check:

@@ -22,6 +22,7 @@ from octavo.rl.ranks import check_cut, check_ranks
 from octavo.rl.tasks import Task
 from octavo.rl.trainer import RLResult, Trainer
 from octavo.run.build import find_device
+from octavo.run.busy_cpu import threads_advice
 from octavo.run.folder_lock import locked_folder
 from octavo.run.sinks import require_sinks
 from octavo.run.stopping import raise_on_signals
@@ -107,6 +108,8 @@ def _run(
         checkpoint.check_steps_left(found, config, limits)
     check_engine(config.engine, config.rollout_numerics)
     with RLProgress(progress) as view:
+        if advice := threads_advice(mesh.device):
+            view.say(f"note: {advice}, or steps take much longer")
         if said:
             view.say(f"note: {said}")
         with raise_on_signals():

@@ -23,6 +23,7 @@ from octavo.nn.router_watch import RouterWatch
 from octavo.parallel import CutReport, ShardReport, shard
 from octavo.run.atomic import move_aside
 from octavo.run.build import find_device, watch_routers
+from octavo.run.busy_cpu import threads_advice
 from octavo.run.checkpoint_store import CheckpointStore, flatten
 from octavo.run.determinism import deterministic
 from octavo.run.folder_lock import locked_folder
@@ -298,6 +299,7 @@ class _Run:
             *([] if self.cutting is None else [str(self.cutting)]),
             *([] if self.sharding is None else [self.sharding.summary]),
             *self.dataset.summary,
+            *([] if not (advice := threads_advice(self.model.device)) else [f"{advice}, or steps take much longer"]),
         ]
 
     def train_step(self, step: int) -> TrainStepResult:

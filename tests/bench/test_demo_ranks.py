@@ -49,8 +49,7 @@ def run_in_forks(num_ranks: int, command: str, config: Path, folder: Path) -> No
     arguments = (command, str(config), "--set", f"run.dir={folder}", "--set", "run.device=cpu")
     if num_ranks == 1:
         process = start_octavo(folder.with_suffix(".log"), *arguments)
-        process.join()
-        assert process.exitcode == 0, folder.with_suffix(".log").read_text()
+        assert process.wait() == 0, folder.with_suffix(".log").read_text()
     else:
         assert run_ranks(octavo, num_ranks, *arguments) == [0] * num_ranks
 

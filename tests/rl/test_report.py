@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.cli import busy_cpu
 from octavo.errors import ConfigError, DataError
 from octavo.integrations.config import to_toml
 from octavo.models.tokenizer import char_tokenizer, train_bpe
+from octavo.rl import loop
 from octavo.rl.config import RLConfig
 from octavo.rl.health import HealthMonitor, HealthSection
 from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow, read_alerts
@@ -264,9 +264,10 @@ def test_a_run_writes_its_report_and_the_command_writes_it_again(
     directory = tmp_path / "run"
     config = tiny_config(directory, exact=False, trainer={"recipe": "bf16", "steps": 2})
     file.write_text(to_toml(config))
-    monkeypatch.setattr(busy_cpu, "threads_advice", lambda: "set OMP_NUM_THREADS=3")
-    ended = run_octavo("rl", file, "--quiet")
-    assert str(directory / REPORT_FILE) in ended.out.replace("\n", "") and "set OMP_NUM_THREADS=3" in ended.err
+    monkeypatch.setattr(loop, "threads_advice", lambda device: f"set OMP_NUM_THREADS=3 on {device}")
+    ended = run_octavo("rl", file)
+    assert str(directory / REPORT_FILE) in ended.out.replace("\n", "")
+    assert "note: set OMP_NUM_THREADS=3 on cpu, or steps" in ended.err
     page = Page((directory / REPORT_FILE).read_text(encoding="utf-8"))
     coloured = [name for name, title, _ in page.spans if title]
     assert any(re.fullmatch(r"(up|down)\d+", name) for name in coloured)

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from octavo import cli
-from octavo.cli import busy_cpu
 from octavo.run.metrics import Row
-from octavo.train import TrainConfig, TrainResult, train
+from octavo.train import TrainConfig, TrainResult, loop, train
 
 from .conftest import written
 
@@ -42,12 +41,11 @@ def test_runs_resumes_and_starts_anew(config, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "run" / "previous-1" / "checkpoints" / "LATEST").read_text() == "step-00000006\n"
 
 
-def test_a_busy_cpu_is_said_before_the_run(config, monkeypatch, capsys):
-    monkeypatch.setattr(busy_cpu, "threads_advice", lambda: "set OMP_NUM_THREADS=3")
-    assert octavo_train(monkeypatch, config, "--device", "cpu", "--plan") == 0
-    assert "OMP_NUM_THREADS" not in capsys.readouterr().err
-    assert octavo_train(monkeypatch, config, "--device", "cpu", "--set", "run.steps=3") == 0
-    assert "threads, set OMP_NUM_THREADS=3, or this can be 15 times as slow" in capsys.readouterr().err
+def test_a_busy_cpu_is_said_before_the_first_step(config, monkeypatch, capsys):
+    monkeypatch.setattr(loop, "threads_advice", lambda device: f"set OMP_NUM_THREADS=3 on {device}")
+    for is_said in (True, False):  # the second time nothing is left to do
+        assert octavo_train(monkeypatch, config, "--device", "cpu") == 0
+        assert ("set OMP_NUM_THREADS=3 on cpu, or steps take much longer" in capsys.readouterr().err) == is_said
 
 
 def test_a_finished_run_says_that_nothing_was_trained(config, monkeypatch, capsys):

@@ -3,13 +3,12 @@
 import random
 import signal
 import time
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
 
 from octavo.run.metrics import METRICS_FILE, read_metrics
-from tests.forks import start_octavo
+from tests.forks import Fork, start_octavo
 
 from .conftest import write_corpus, written
 
@@ -27,7 +26,7 @@ def write_config(path: Path, corpus: Path) -> Path:
     return written(path, corpus, **sections)
 
 
-def start(config: Path, directory: Path) -> ForkServerProcess:
+def start(config: Path, directory: Path) -> Fork:
     """The command in a process that has its imports from a fork: a new interpreter spends seconds on them."""
     return start_octavo(log_of(directory), "train", str(config), "--set", f"run.dir={directory}")
 
@@ -38,36 +37,34 @@ def log_of(directory: Path) -> Path:
 
 def run_to_end(config: Path, directory: Path) -> None:
     process = start(config, directory)
-    process.join(TIMEOUT_S)
-    assert process.exitcode == 0, log_of(directory).read_text()[-2000:]
+    assert process.wait(TIMEOUT_S) == 0, log_of(directory).read_text()[-2000:]
 
 
 def num_rows(directory: Path) -> int:
     return len(read_metrics(directory / METRICS_FILE))
 
 
-def kill(process: ForkServerProcess) -> None:
+def kill(process: Fork) -> None:
     process.kill()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    assert process.wait() == -signal.SIGKILL
 
 
-def kill_at_random(process: ForkServerProcess, directory: Path, rng: random.Random) -> None:
+def kill_at_random(process: Fork, directory: Path, rng: random.Random) -> None:
     """Some way into one of the next steps; the first one comes seconds after the start."""
     target = num_rows(directory) + rng.randint(1, 4)
     deadline = time.monotonic() + TIMEOUT_S
-    while num_rows(directory) < target and process.is_alive() and time.monotonic() < deadline:
+    while num_rows(directory) < target and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
     time.sleep(rng.uniform(0.0, 0.03))
     kill(process)
 
 
-def kill_in_mid_save(process: ForkServerProcess, directory: Path, rng: random.Random) -> bool:
+def kill_in_mid_save(process: Fork, directory: Path, rng: random.Random) -> bool:
     """As soon as an unfinished checkpoint is seen; whether it was still unfinished when the process had died."""
     checkpoints = directory / "checkpoints"
     before = set(checkpoints.glob(".*"))  # an earlier kill's, which the resume removes
     deadline = time.monotonic() + TIMEOUT_S
-    while process.is_alive() and time.monotonic() < deadline:
+    while process.poll() is None and time.monotonic() < deadline:
         if set(checkpoints.glob(".step-*.tmp-*")) - before:
             time.sleep(rng.uniform(0.0, 0.004))
             kill(process)

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from octavo.models import load_model
 from octavo.serve import LLM, SamplingParams
+from octavo.serve.compile_ahead import compiling_ahead
+from octavo.serve.engine import EngineConfig
+from octavo.serve.model_choice import load_for_inference
 
 
 def main(fields: dict[str, Any]) -> None:
@@ -24,8 +26,11 @@ def main(fields: dict[str, Any]) -> None:
         _note_compilations(details["compilations"])
         details["stages"]["interpreter and imports"] = time.time() - fields["process_began"]
     began, path, device = time.perf_counter(), Path(fields["path"]), str(fields["device"])
-    numerics = {name: fields[name] for name in ("recipe", "kv_cache_dtype", "exact")}
-    model = load_model(path, device=device, keep_codes_only=True, **numerics)
+    asked: dict[str, Any] = {"quantization": fields["recipe"], "device": device, "dtype": None}
+    asked |= {"kv_cache_dtype": fields["kv_cache_dtype"], "exact": fields["exact"]}
+    asked |= {"attention_dtype": "auto", "kv_scales": "auto"}
+    with compiling_ahead(path, asked, EngineConfig(**fields["limits"])):  # as LLM does for a path
+        model = load_for_inference(path, **asked)
     peak_bytes = torch.cuda.max_memory_allocated() if model.device.type == "cuda" else 0  # the engine resets it
     read = time.perf_counter()
     llm = LLM(model, path if (path / "tokenizer.json").is_file() else None, **fields["limits"])

@@ -130,24 +130,25 @@ class ServeSession(Session):
             self.host.free()
 
     def _measure_cold_start(self, record: Record, variant: EngineVariant) -> str:
-        config, device = self._config("Qwen3-8B"), self.options.device
-        case = f"{self._name('Qwen3-8B')} cold start: {variant.label(self.recipe)}"
-        with cold_start.checkpoint_of(config, device, self.asked.checkpoint) as path:
+        """A process without compiled kernels, then one that finds those of the first on the disk."""
+        config, device, given = self._config("Qwen3-8B"), self.options.device, self.asked.checkpoint
+        name, said = self._name("Qwen3-8B") if given is None else given.name, []
+        with cold_start.checkpoint_of(config, device, given) as path, tempfile.TemporaryDirectory() as folder:
             self.host.free()
-            left_s = max(0.0, min(_COLD_LIMIT_S, self.deadline - time.perf_counter()))
-            try:
-                start = cold_start.measure_cold_start(
-                    path, variant, self.recipe, device, timeout_s=left_s, quick=self.options.quick
-                )
-            except BackendError:
-                if time.perf_counter() >= self.deadline:
-                    raise OutOfTimeError from None
-                raise
-        if self.asked.checkpoint is not None:
-            case = f"{self.asked.checkpoint.name} cold start: {variant.label(self.recipe)}"
-        add_cold_start(record, case, start)
-        self.complaints += [f"{case}: {start.complaint}"] if start.complaint else []
-        return f"{start.seconds:.1f} s: {start}"
+            for what in ("cold start", "second start"):
+                case = f"{name} {what}: {variant.label(self.recipe)}"
+                left_s = max(0.0, min(_COLD_LIMIT_S, self.deadline - time.perf_counter()))
+                how: dict[str, Any] = {"timeout_s": left_s, "quick": self.options.quick}
+                try:
+                    start = cold_start.measure_cold_start(path, variant, self.recipe, device, Path(folder), **how)
+                except BackendError:
+                    if time.perf_counter() >= self.deadline:
+                        raise OutOfTimeError from None
+                    raise
+                add_cold_start(record, case, start)
+                self.complaints += [f"{case}: {start.complaint}"] if start.complaint else []
+                said.append(f"{what} {start.seconds:.1f} s: {start}")
+        return "; ".join(said)
 
     def _measure_online(self, record: Record, variant: EngineVariant) -> str:
         load = self._load()

@@ -1,5 +1,6 @@
 """`octavo warm CHECKPOINT`: compiles the kernels that serving a checkpoint will need, into Triton's cache on disk."""
 
+import functools
 import time
 
 import torch
@@ -54,17 +55,19 @@ def command(
             "the kind that will serve"
         )
     from octavo.ops._runtime.kernel_cache.triton import counting_compilations, use_checked_cache
-    from octavo.serve.compile_ahead import CompilerThreads
+    from octavo.serve.compile_ahead import CompilerThreads, processes_for
     from octavo.serve.stand_in import build_stand_in
 
     use_checked_cache()
     began = time.perf_counter()
     with counting_compilations() as kernels:
-        threads = CompilerThreads(lambda: build_stand_in(model, asked, place), limits, place, max_len=_ANY_LEN)
+        build = functools.partial(build_stand_in, model, asked, place)
+        threads = CompilerThreads(build, limits, place, _ANY_LEN, processes_for(place))
         threads.finish()
     if threads.error is not None:
         raise BackendError(f"not all kernels could be compiled: {threads.error}") from threads.error
+    num_compiled, num_found = len(kernels.compiled) + threads.num_compiled, kernels.num_found - threads.num_compiled
     typer.echo(
-        f"{torch.cuda.get_device_name(place)}: {len(kernels.compiled)} kernels compiled and {kernels.num_found} found, "
+        f"{torch.cuda.get_device_name(place)}: {num_compiled} kernels compiled and {num_found} found, "
         f"over {threads.num_done} steps in {time.perf_counter() - began:.1f} s; they are in {env.triton_cache_dir()}"
     )

@@ -1,10 +1,13 @@
 """fill: a checkpoint's values for a Decoder that has none, one parameter after the other; of a cut one its slices."""
 
+import contextlib
+import functools
 import warnings
 
 import torch
 
 from octavo.models.checkpoint.names import ParameterNames, parameter_names
+from octavo.models.checkpoint.read_ahead import read_ahead
 from octavo.models.checkpoint.scaled_weight import fit
 from octavo.models.checkpoint.stored import Part, StoredWeights
 from octavo.models.decoder import Decoder
@@ -38,36 +41,41 @@ def fill(
         ignore: linears that stay in high precision.
         seed: of what the files lack by permission.
         trainable: codes are decoded.
-        keeps_codes: high-precision weights are quantized before the next one is touched.
+        keeps_codes: high-precision weights are quantized one by one, a few others read ahead.
     """
-    weights, decoded = {}, []
+    weights, decoded, plans = {}, [], []
     for parameter in parameter_names(stored.config):
         linear_name = parameter.name.removesuffix(".weight")
         takes_codes = parameter.is_linear_weight and not trainable and linear_name not in ignore
-        slices = slices_of(model, parameter.name)
-        linear = _linear(model, linear_name) if takes_codes else None
+        linear, slices = _linear(model, linear_name) if takes_codes else None, slices_of(model, parameter.name)
         rest = None  # what is still to be cut when it was read
         if slices is not None and (
             _cuts_blocks(stored, parameter, slices)
             or (linear is not None and _has_shared_scales(stored, parameter, linear, keeps_codes))
         ):
             slices, rest = None, slices
-        parts = stored.read(parameter, device, slices)
-        codes = None if linear is None else _fitting_codes(parts, recipe)
-        if linear is not None and codes is not None:
-            linear.load_quantized(codes if rest is None else rest.of_codes(merge_parts(codes, rest.parts)))
-            continue
-        if any(isinstance(part, QuantizedTensor) for part in parts):
-            decoded.append(linear_name)
-        weight = _decode(parameter, parts, model, seed, device, slices)
-        if linear is None or not keeps_codes:
-            weights[parameter.name] = weight if rest is None else rest.of_values(weight)
-        elif rest is not None:
-            assert recipe.weight is not None, "it has codes to keep"
-            linear.load_quantized(rest.of_codes(quantize_forward(weight, rest.parts, recipe.weight)))
-        else:
-            linear.weight = torch.nn.Parameter(weight, requires_grad=False)
-            linear.keep_codes_only(recipe)
+        plans.append((parameter, linear_name, linear, slices, rest))
+    reads = [
+        (stored.num_bytes(parameter), functools.partial(stored.read, parameter, device, slices))
+        for parameter, _, _, slices, _ in plans
+    ]
+    with contextlib.closing(read_ahead(reads, device)) as found:
+        for (parameter, linear_name, linear, slices, rest), parts in zip(plans, found, strict=True):
+            codes = None if linear is None else _fitting_codes(parts, recipe)
+            if linear is not None and codes is not None:
+                linear.load_quantized(codes if rest is None else rest.of_codes(merge_parts(codes, rest.parts)))
+                continue
+            if any(isinstance(part, QuantizedTensor) for part in parts):
+                decoded.append(linear_name)
+            weight = _decode(parameter, parts, model, seed, device, slices)
+            if linear is None or not keeps_codes:
+                weights[parameter.name] = weight if rest is None else rest.of_values(weight)
+            elif rest is not None:
+                assert recipe.weight is not None, "it has codes to keep"
+                linear.load_quantized(rest.of_codes(quantize_forward(weight, rest.parts, recipe.weight)))
+            else:
+                linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+                linear.keep_codes_only(recipe)
     model.load_state_dict(weights, assign=True)
     for linear_name, scale in stored.input_scales.items():
         _linear(model, linear_name).set_input_scale(scale)

@@ -1,7 +1,7 @@
-"""Kernels that a checkpoint will need, compiled by a stand-in for it: in threads, while its weights are read.
+"""Kernels that a checkpoint will need, compiled by a stand-in for it while its weights are read.
 
-Most of a compilation is outside of Python, in the compiler and the assembler, so that threads share the work. What they
-make is in this process and in Triton's cache on disk, where engines find it.
+A thread runs the steps without their kernels, processes compile those, then threads run the steps. What they make is in
+this process and in Triton's cache on disk, where engines find it.
 """
 
 import contextlib
@@ -9,15 +9,17 @@ import functools
 import gc
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from octavo.errors import OctavoError
 from octavo.models import Decoder
+from octavo.ops._runtime.kernel_cache import use_checked_cache
 from octavo.serve.engine import EngineConfig
 from octavo.serve.engine.config import READY_LEN
 from octavo.serve.engine.kv_cache import allocate_kv_cache, run_full_step
@@ -25,11 +27,20 @@ from octavo.serve.engine.model_runner import ModelRunner
 from octavo.serve.stand_in import build_stand_in, has_room
 from octavo.serve.tensor_workers import chosen_device
 
-NUM_THREADS = 4  # twelve were no faster on 16 cores: Python's lock holds them up, and some compile what others do
+if TYPE_CHECKING:  # a machine without a GPU may have no triton
+    from octavo.serve.kernel_processes import KernelProcesses
+
+NUM_THREADS = 4  # twelve were no faster on 16 cores: Python's lock holds them up
+FIRST_TOKENS = 256  # of the steps whose kernels are waited for without a warm-up
 
 logger = logging.getLogger(__name__)
 
-Job = Callable[[], object]
+
+class Job(NamedTuple):
+    """A step: its tokens, and what runs it."""
+
+    num_tokens: int
+    run: Callable[[], object]
 
 
 class CompilerThreads:
@@ -38,34 +49,51 @@ class CompilerThreads:
     Args:
         build: makes the model, in a thread.
         config: the engine's.
-        max_len: tokens of the longest sequence that is thought of.
         device: where the model is.
+        max_len: tokens of the longest sequence that is thought of.
+        processes: compile what is not on disk before the threads run; closed then. None on a CPU.
 
     Attributes:
         error: what the first of them failed of; the others go on.
         num_done: steps.
+        num_compiled: kernels, in processes.
     """
 
     def __init__(
-        self, build: Callable[[], Decoder], config: EngineConfig, device: torch.device, max_len: int = READY_LEN
+        self,
+        build: Callable[[], Decoder],
+        config: EngineConfig,
+        device: torch.device,
+        max_len: int = READY_LEN,
+        processes: "KernelProcesses | None" = None,
     ) -> None:
         self.error: Exception | None = None
-        self.num_done = 0
+        self.num_done = self.num_compiled = 0
+        self._processes = processes
         self._build, self._config, self._device, self._max_len = build, config, device, max_len
         self._is_stopped, self._lock = threading.Event(), threading.Lock()
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="octavo-compile")
         self._all: Future[None] = self._pool.submit(self._begin)
 
     def finish(self, *, early: bool = False) -> None:
-        """Wait for all steps; early: for those that have begun."""
+        """Wait for all steps; early: for those that have begun, and for the kernels that are compiled in processes."""
         if early:
             self._is_stopped.set()
         self._all.result()
         self._pool.shutdown()
 
+    def abort(self) -> None:
+        """End the processes, and wait for the steps that have begun."""
+        if self._processes is not None:
+            self._processes.close()
+        self.finish(early=True)
+
     def _begin(self) -> None:
         jobs: list[Job] = []
         self._try(lambda: jobs.extend(jobs_of(self._build(), self._config, self._max_len)))
+        if self._processes is not None:
+            soon = [job for job in jobs if self._config.warm_up or job.num_tokens <= FIRST_TOKENS]
+            self.num_compiled = compile_in_processes(soon, self._processes, self._device)
         for i, job in enumerate(jobs):
             if i == 0:
                 self._count(job)  # alone: what a model makes at its first step is not made by two threads
@@ -73,16 +101,16 @@ class CompilerThreads:
                 self._pool.submit(self._count, job)
 
     def _count(self, job: Job) -> None:
-        if self._try(job):
+        if self._try(job.run):
             with self._lock:
                 self.num_done += 1
 
-    def _try(self, job: Job) -> bool:
+    def _try(self, run: Callable[[], object]) -> bool:
         if self._is_stopped.is_set():
             return False
         try:
             with torch.no_grad(), _current(self._device):
-                job()
+                run()
         except Exception as error:  # whatever a compiler may raise; the engine itself meets it again
             with self._lock:
                 is_first, self.error = self.error is None, self.error or error
@@ -102,19 +130,44 @@ def jobs_of(model: Decoder, config: EngineConfig, max_len: int) -> list[Job]:
     runner = ModelRunner(model, allocate_kv_cache(model, 1), config, longest)
     steps = sorted(runner.warm_up_steps, key=lambda step: step.num_tokens)
     where = model, runner.layers, runner.slots, longest
-    jobs: list[Job] = [functools.partial(step.run, *where) for step in steps]
-    jobs.append(functools.partial(run_full_step, model, config))
-    if (graphs := runner.graphs) is not None:
+    jobs = [Job(step.num_tokens, functools.partial(step.run, *where)) for step in steps]
+    jobs.append(Job(config.max_num_batched_tokens, functools.partial(run_full_step, model, config)))
+    if config.warm_up and (graphs := runner.graphs) is not None:
         keys = graphs.missing(config.max_num_seqs, min(max_len, longest))
-        jobs += [functools.partial(graphs.run_uncaptured, *key) for key in keys]
+        jobs += [Job(key[0], functools.partial(graphs.run_uncaptured, *key)) for key in keys]
     return jobs
+
+
+def compile_in_processes(jobs: list[Job], processes: "KernelProcesses", device: torch.device) -> int:
+    """Compile the kernels of these steps that are not on disk, and close the processes; how many were compiled."""
+    from octavo.ops._runtime.kernel_requests.triton import requesting_kernels
+
+    began = time.perf_counter()
+    with requesting_kernels(processes.compile), torch.no_grad(), _current(device):
+        for job in jobs:
+            with contextlib.suppress(Exception):  # of zeros where kernels were left out: an engine runs it again
+                job.run()
+    num_compiled = processes.wait()
+    processes.close()
+    if processes.num_asked:
+        seconds = time.perf_counter() - began
+        logger.info("%d of %d kernels compiled in processes in %.1f s", num_compiled, processes.num_asked, seconds)
+    return num_compiled
+
+
+def compile_missing(model: Decoder, config: EngineConfig) -> None:
+    """Compile what an engine of a model in memory will need at its warm-up and is not on disk; nothing on a CPU."""
+    if model.device.type == "cuda" and config.warm_up:
+        use_checked_cache(model.device)
+        processes = processes_for(model.device, at_once=False)
+        compile_in_processes(jobs_of(model, config, READY_LEN), processes, model.device)
 
 
 @contextlib.contextmanager
 def compiling_ahead(path: Path, asked: dict[str, Any], config: EngineConfig) -> Iterator[None]:
     """Compile a checkpoint's kernels beside what is done within; nothing on a CPU, or where memory is tight.
 
-    Without a warm-up no more is waited for than what has begun.
+    Without a warm-up no more is waited for than the kernels of small steps.
 
     Args:
         asked: load_for_inference's arguments.
@@ -126,7 +179,7 @@ def compiling_ahead(path: Path, asked: dict[str, Any], config: EngineConfig) -> 
     try:
         yield
     except BaseException:
-        threads.finish(early=True)
+        threads.abort()
         raise
     threads.finish(early=not config.warm_up)
     del threads
@@ -140,9 +193,18 @@ def _start(path: Path, asked: dict[str, Any], config: EngineConfig) -> CompilerT
         return None
     with contextlib.suppress(OctavoError):  # which loading raises as well
         if has_room(path, asked, torch.cuda.mem_get_info(device)[0]):
-            return CompilerThreads(lambda: build_stand_in(path, asked, device), config, device)
+            processes = processes_for(device)
+            return CompilerThreads(lambda: build_stand_in(path, asked, device), config, device, processes=processes)
         logger.info("kernels are compiled when the weights are there: both at once would take more memory than is free")
     return None
+
+
+def processes_for(device: torch.device, *, at_once: bool = True) -> "KernelProcesses":
+    """Those that compile for a GPU; they start at once, or with the first kernel."""
+    from octavo.serve.kernel_processes import KernelProcesses
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return KernelProcesses(("cuda", 10 * major + minor, 32), at_once=at_once)
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:

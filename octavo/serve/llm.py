@@ -17,7 +17,7 @@ from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.nn.cut_linear import TensorMode
 from octavo.nn.finite_weights import check_finite_weights
 from octavo.parallel.gather import gathered, is_sharded
-from octavo.serve.compile_ahead import compiling_ahead
+from octavo.serve.compile_ahead import compile_missing, compiling_ahead
 from octavo.serve.engine import Engine, EngineConfig, EngineStats
 from octavo.serve.engine.driver import Advanced, EngineDriver
 from octavo.serve.keywords import CHAT_NAMES, ENGINE_NAMES, GENERATE_NAMES, METHODS, of_a_request, takes_foreign
@@ -181,6 +181,8 @@ class LLM:
                 decoder = load_for_inference(path, **asked)
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
         with gathered(decoder):
+            if isinstance(model, Decoder):
+                compile_missing(decoder, config)
             self.engine = Engine(decoder, self.tokenizer, config, eos_ids)
             self._set_up()
 

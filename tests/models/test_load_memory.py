@@ -3,7 +3,9 @@
 import dataclasses
 import gc
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from octavo.errors import ConfigError, RecipeError
 from octavo.models import Decoder, ModelConfig, load_model, save_model, sequence_logprobs
+from octavo.models.checkpoint import read_ahead
 from octavo.models.checkpoint.safetensors_io import Place, SafetensorsReader
 from octavo.nn import Linear
 from octavo.testing import assert_bitwise
@@ -25,6 +28,24 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("memory") / "checkpoint"
     save_model(load_model(config), path)
     return path
+
+
+class AtOnce:
+    """In place of threads, whose memory the profiler does not see: all that may be ahead is read at once."""
+
+    def __init__(self, num: int, thread_name_prefix: str) -> None: ...
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+        done: Future[Any] = Future()
+        done.set_result(function(*arguments))
+        return done
+
+    def shutdown(self, *, cancel_futures: bool) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_ahead, "ThreadPoolExecutor", AtOnce)
 
 
 def bf16_bytes(model: Decoder) -> int:

@@ -1,17 +1,25 @@
-"""Launches on CPU tensors that say they are on a GPU: recorded, by triton and directly, in place of done."""
+"""Launches on CPU tensors that say they are on a GPU: recorded, or named and compiled, in place of done."""
 
+import contextlib
 import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
+from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from octavo.ops._runtime.kernel_requests.triton import KernelRequest, requesting_kernels
 from octavo.ops._runtime.launch import triton as launch
+from octavo.ops.norm import triton as norms
 
 STREAM = 99
+TARGET = ("cuda", 90, 32)
 
 
 class FakeGpu:
@@ -38,3 +46,52 @@ class FakeGpu:
 
     def clear(self) -> None:
         self.by_triton, self.direct = [], []
+
+
+class FakeDriver:
+    """Triton's driver of a Hopper GPU that a kernel never reaches: to launch one is an AttributeError."""
+
+    def __init__(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Take triton's place; compiled kernels go to the folder."""
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+        monkeypatch.setattr(knobs.cache, "manager_class", None)
+        monkeypatch.setattr(launch, "current_device", lambda: 0)
+        monkeypatch.setattr(driver, "_active", self)
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget(*TARGET)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return STREAM
+
+
+X = torch.zeros(16, 256, dtype=torch.bfloat16)
+
+
+@contextlib.contextmanager
+def hopper(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A FakeDriver, for which norms are launched for the first time."""
+    FakeDriver(cache, monkeypatch)
+    launched = norms.norm_rows, norms.norm_backward_rows, norms.sum_partials
+    for kernel in launched:
+        kernel.device_caches.clear()
+    yield
+    for kernel in launched:
+        kernel.device_caches.clear()
+
+
+def launch_norm(x: torch.Tensor = X) -> torch.Tensor:
+    """One launch; what it wrote."""
+    return norms.norm_forward(x, x[0], None, None, 1e-5, "rms_norm", False)[0]
+
+
+def requests_of(*steps: Callable[[], object]) -> list[KernelRequest]:
+    """What steps ask for."""
+    found: list[KernelRequest] = []
+    with requesting_kernels(found.append):
+        for step in steps:
+            step()
+    return found

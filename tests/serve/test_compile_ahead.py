@@ -1,6 +1,8 @@
 """Kernels are compiled beside the loading of weights: of a model with the checkpoint's shapes, in threads."""
 
+import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import threading
@@ -15,7 +17,7 @@ from octavo.errors import CheckpointError
 from octavo.models import Decoder, load_model, save_model
 from octavo.nn import Linear, live_tensors, pin_codes
 from octavo.serve import compile_ahead, model_choice
-from octavo.serve.compile_ahead import CompilerThreads, compiling_ahead, jobs_of
+from octavo.serve.compile_ahead import CompilerThreads, Job, compile_missing, compiling_ahead, jobs_of
 from octavo.serve.engine import EngineConfig
 from octavo.serve.engine import engine as engine_module
 from octavo.serve.engine.model_runner import ModelRunner
@@ -170,7 +172,7 @@ def test_they_are_among_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("qwen3", "blockwise", exact=False, max_position_embeddings=4096)
     for max_len, expected in ((2048, 2048), (10_000, 4096)):
         with torch.no_grad():
-            jobs_of(model, CONFIG, max_len)[-1]()
+            jobs_of(model, CONFIG, max_len)[-1].run()
         assert ran[-1] == (4, expected)
 
 
@@ -189,7 +191,7 @@ def test_what_fails_is_logged_once_and_the_rest_goes_on(
         if fails == "build":
             raise CheckpointError("no config")
 
-    monkeypatch.setattr(compile_ahead, "jobs_of", lambda *_: [lambda i=i: job(i) for i in range(6)])
+    monkeypatch.setattr(compile_ahead, "jobs_of", lambda *_: [Job(i, functools.partial(job, i)) for i in range(6)])
     threads = CompilerThreads(build, CONFIG, CPU)
     threads.finish()
     assert sorted(done) == ([0, 1, 4, 5] if fails == "later" else [])
@@ -206,7 +208,7 @@ def test_an_early_end_waits_for_what_has_begun_alone(monkeypatch: pytest.MonkeyP
         assert go_on.wait(30)
         done.append(number)
 
-    monkeypatch.setattr(compile_ahead, "jobs_of", lambda *_: [lambda i=i: job(i) for i in range(6)])
+    monkeypatch.setattr(compile_ahead, "jobs_of", lambda *_: [Job(i, functools.partial(job, i)) for i in range(6)])
     threads = CompilerThreads(lambda: None, CONFIG, CPU)  # type: ignore[arg-type,return-value]
     assert begun.wait(30)
     threading.Timer(0.2, go_on.set).start()
@@ -214,30 +216,113 @@ def test_an_early_end_waits_for_what_has_begun_alone(monkeypatch: pytest.MonkeyP
     assert done == [0]
 
 
+class FakeProcesses:
+    """Notes what it is told, in the list of the steps."""
+
+    num_asked = 0
+
+    def __init__(self, told: list[str]) -> None:
+        self.told = told
+
+    def compile(self, request: Any) -> None:
+        raise AssertionError("a CPU asks for no kernel")
+
+    def wait(self) -> int:
+        self.told.append("wait")
+        return 7
+
+    def close(self) -> None:
+        self.told.append("close")
+
+
+@pytest.mark.parametrize("warm_up", [True, False])
+def test_steps_run_without_their_kernels_until_processes_have_compiled_them(
+    warm_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first time: what a step makes of the zeros that it then meets is no error."""
+    knobs = pytest.importorskip("triton", reason="triton is only packaged for Linux").knobs
+    told: list[str] = []
+
+    def job(number: int) -> None:
+        is_left_out = knobs.runtime.jit_cache_hook is not None and not torch.empty(3).any()
+        told.append(f"{number}{' without' if is_left_out else ''}")
+        if is_left_out:
+            raise ValueError("zeros")
+
+    jobs = [Job(number, functools.partial(job, number)) for number in (1, 256, 300)]
+    monkeypatch.setattr(compile_ahead, "jobs_of", lambda *_: jobs)
+    monkeypatch.setattr(compile_ahead, "NUM_THREADS", 1)
+    config = dataclasses.replace(CONFIG, warm_up=warm_up)
+    threads = CompilerThreads(lambda: None, config, CPU, processes=FakeProcesses(told))  # type: ignore[arg-type,return-value]
+    threads.finish()
+    left_out = ["1 without", "256 without", *(["300 without"] if warm_up else [])]
+    assert told == [*left_out, "wait", "close", "1", "256", "300"]
+    assert threads.error is None and threads.num_compiled == 7 and threads.num_done == 3
+
+
+@pytest.mark.parametrize(("device", "warm_up"), [("cuda", True), ("cuda", False), ("cpu", True)])
+def test_kernels_of_a_model_in_memory_are_compiled_before_its_engine_is_made(
+    device: str, warm_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    def processes_for(place: torch.device, *, at_once: bool) -> FakeProcesses:
+        assert place.type == "cuda" and not at_once
+        return FakeProcesses(told)
+
+    model = make_model("qwen3", "blockwise", exact=False)
+    monkeypatch.setattr(Decoder, "device", property(lambda _: torch.device(device)))
+    monkeypatch.setattr(compile_ahead, "processes_for", processes_for)
+    monkeypatch.setattr(compile_ahead, "jobs_of", lambda *_: [Job(1, lambda: told.append("step"))])
+    monkeypatch.setattr(compile_ahead, "_current", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(compile_ahead, "use_checked_cache", lambda place: told.append(f"checked {place.type}"))
+    compile_missing(model, dataclasses.replace(CONFIG, warm_up=warm_up))
+    assert told == (["checked cuda", "step", "wait", "close"] if device == "cuda" and warm_up else [])
+
+
+def test_it_is_part_of_an_llm(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr("octavo.serve.llm.compile_missing", lambda model, config: told.append((model, config)))
+    model = make_model("qwen3", "blockwise", exact=False)
+    llm = LLM(model, max_num_seqs=4, max_num_batched_tokens=64, num_kv_pages=4)
+    assert told == [(model, llm.engine.config)]
+
+
+def test_an_end_amid_it_does_not_wait_for_processes() -> None:
+    told: list[str] = []
+    threads = CompilerThreads(lambda: 1 // 0, CONFIG, CPU, processes=FakeProcesses(told))  # type: ignore[arg-type,return-value]
+    threads.abort()
+    assert "close" in told and threads.num_done == 0
+
+
 class FakeThreads:
     """Notes when it began and how it ended."""
 
     told: list[str]
 
-    def __init__(self, build: Any, config: EngineConfig, device: torch.device) -> None:
-        self.told.append(f"begin {device.type}")
+    def __init__(self, build: Any, config: EngineConfig, device: torch.device, *, processes: Any) -> None:
+        self.told.append(f"begin {device.type} {processes}")
 
     def finish(self, *, early: bool = False) -> None:
         self.told.append(f"finish early={early}")
+
+    def abort(self) -> None:
+        self.told.append("abort")
 
 
 def fake_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 40) -> None:
     monkeypatch.setattr(compile_ahead, "chosen_device", torch.device)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_bytes, free_bytes))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(compile_ahead, "processes_for", lambda device: f"processes of {device}")
 
 
 @pytest.mark.parametrize(
     ("device", "warm_up", "free_bytes", "told"),
     [
         ("cpu", True, 1 << 40, ["load"]),
-        ("cuda", True, 1 << 40, ["begin cuda", "load", "finish early=False"]),
-        ("cuda", False, 1 << 40, ["begin cuda", "load", "finish early=True"]),
+        ("cuda", True, 1 << 40, ["begin cuda processes of cuda", "load", "finish early=False"]),
+        ("cuda", False, 1 << 40, ["begin cuda processes of cuda", "load", "finish early=True"]),
         ("cuda", True, 1 << 33, ["load"]),
     ],
 )
@@ -260,7 +345,7 @@ def test_an_error_of_loading_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path, asked = checkpoint(tmp_path), ASKED | {"device": "cuda"}
     with pytest.raises(CheckpointError, match="damaged"), compiling_ahead(path, asked, CONFIG):
         raise CheckpointError("damaged")
-    assert FakeThreads.told == ["begin cuda", "finish early=True"]
+    assert FakeThreads.told == ["begin cuda processes of cuda", "abort"]
     with compiling_ahead(tmp_path / "nothing", asked, CONFIG):  # to load raises what is wrong with it
         pass
     assert len(FakeThreads.told) == 2
@@ -281,7 +366,7 @@ def test_a_checkpoint_is_loaded_within_it(tmp_path: Path, monkeypatch: pytest.Mo
     """Also where the stand-in cannot be made: what no kernel was compiled for works."""
     path, begun = checkpoint(tmp_path), list[CompilerThreads]()
 
-    def begin(build: Any, config: EngineConfig, _: torch.device) -> CompilerThreads:
+    def begin(build: Any, config: EngineConfig, _: torch.device, *, processes: Any) -> CompilerThreads:
         begun.append(CompilerThreads(build, config, CPU))
         return begun[-1]
 

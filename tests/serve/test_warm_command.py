@@ -37,14 +37,15 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     told: dict[str, Any] = {}
 
     class OnCpu(CompilerThreads):
-        def __init__(self, build: Any, config: Any, device: torch.device, max_len: int) -> None:
-            told.update(config=config, device=device, max_len=max_len)
+        def __init__(self, build: Any, config: Any, device: torch.device, max_len: int, processes: Any) -> None:
+            told.update(config=config, device=device, max_len=max_len, processes=processes)
             super().__init__(build, config, CPU, max_len)
 
     build = __import__("octavo.serve.stand_in", fromlist=["x"]).build_stand_in
     monkeypatch.setattr("octavo.cli.warm.chosen_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr("octavo.serve.stand_in.build_stand_in", lambda path, asked, _: build(path, asked, CPU))
     monkeypatch.setattr(compile_ahead, "CompilerThreads", OnCpu)
+    monkeypatch.setattr(compile_ahead, "processes_for", lambda device: f"processes of {device}")
     monkeypatch.setattr(kernel_cache, "use_checked_cache", lambda: told.update(is_checked=True))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H200")
     return told
@@ -58,6 +59,7 @@ def test_it_says_what_was_compiled_and_where_it_is(
     assert ended.code == 0, ended.err
     assert ended.out.startswith("H200: 0 kernels compiled and 0 found, over 13 steps in ")
     assert ended.out.strip().endswith(f"they are in {folder / 'kernels'}")
+    assert as_on_a_gpu["processes"] == "processes of cuda"
     assert as_on_a_gpu["is_checked"] and as_on_a_gpu["config"].max_num_seqs == 4
     assert as_on_a_gpu["max_len"] > 1 << 20 and as_on_a_gpu["device"].type == "cuda"
 

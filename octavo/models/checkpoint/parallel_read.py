@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 
 _NUM_THREADS = 8
-CHUNK_BYTES = 32 << 20  # of one read; a thread that reads for a GPU keeps as much pinned memory
+CHUNK_BYTES = 16 << 20  # of one read; a thread that reads for a GPU keeps as much pinned memory
 
 
 class ParallelReader:
     """Opens each file once; close() gives files, threads and memory back, and so does the garbage collector.
+
+    Several threads may read at once.
 
     Args:
         chunk_bytes: of one read.
@@ -26,6 +28,7 @@ class ParallelReader:
         weakref.finalize(self, _close, self._files)
         self._pool: ThreadPoolExecutor | None = None
         self._own = threading.local()  # a thread's pinned memory, and when its last copy is done
+        self._opening = threading.Lock()
 
     def read(self, file: Path, start: int, out: torch.Tensor, stride: int = 1) -> None:
         """Fill out with the bytes of a file from start on.
@@ -37,17 +40,19 @@ class ParallelReader:
         Raises:
             OSError: the file cannot be read, or ends before that.
         """
-        if file not in self._files:
-            self._files[file] = os.open(file, os.O_RDONLY)
-        descriptor = self._files[file]
+        with self._opening:
+            if file not in self._files:
+                self._files[file] = os.open(file, os.O_RDONLY)
+            descriptor = self._files[file]
         stream = torch.cuda.current_stream(out.device) if out.is_cuda else None
         num = self._chunk_bytes if out.dim() == 1 else self._chunk_bytes // out.shape[1]
         parts = [(start + first * stride, out[first : first + num], stride) for first in range(0, len(out), num)]
         if len(parts) == 1:
             self._read_part(descriptor, *parts[0], stream)
             return
-        if self._pool is None and parts:
-            self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="octavo-read")
+        with self._opening:
+            if self._pool is None and parts:
+                self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="octavo-read")
         under_way: list[Future[None]] = [
             self._pool.submit(self._read_part, descriptor, *part, stream)  # type: ignore[union-attr]
             for part in parts

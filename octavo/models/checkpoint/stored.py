@@ -57,6 +57,11 @@ class StoredWeights:
         places = [None] * len(parameter.parts) if slices is None else slices.of_parts()
         return _read_parts(self.reader, parameter, self.layout, device, places)
 
+    def num_bytes(self, parameter: ParameterNames) -> int:
+        """What a whole parameter takes in the files, scales aside."""
+        entries = self.reader.entries
+        return sum(entries[name].num_bytes for name, _ in parameter.parts if name in entries)
+
     def is_quantized(self, parameter: ParameterNames) -> bool:
         """Whether all of a parameter is there as codes; by headers alone."""
         return all(self.is_coded(name) for name, _ in parameter.parts)

@@ -305,10 +305,9 @@ def logit_rows(
     lse, logprobs = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
     entropy = torch.empty(rows if with_entropy else 0, dtype=torch.float32, device=logits.device)
     if rows:
-        logit_rows_kernel[(rows,)](
-            lse, logprobs, entropy, logits, targets, logits.stride(0), cols, _reach(logits), inv_temperature,
-            ENTROPY=with_entropy, BLOCK=BLOCK, num_warps=NUM_WARPS,
-        )  # fmt: skip
+        launch = launcher_of(logit_rows_kernel, ENTROPY=with_entropy, BLOCK=BLOCK, num_warps=NUM_WARPS)
+        sizes = logits.stride(0), cols, _reach(logits), inv_temperature
+        launch((rows,), lse, logprobs, entropy, logits, targets, *sizes)
     return lse, logprobs, entropy
 
 
@@ -334,10 +333,9 @@ def logit_grads(
     logits = _by_rows(logits)
     rows, cols = logits.shape
     if rows:
-        logit_grads_kernel[(rows,)](
-            grads, logits, lse, targets, weights, target_weights, grads.stride(0), logits.stride(0), cols,
-            _reach(logits), _reach(grads), first_col, inv_temperature, BLOCK=BLOCK, num_warps=NUM_WARPS,
-        )  # fmt: skip
+        launch = launcher_of(logit_grads_kernel, BLOCK=BLOCK, num_warps=NUM_WARPS)
+        sizes = grads.stride(0), logits.stride(0), cols, _reach(logits), _reach(grads), first_col, inv_temperature
+        launch((rows,), grads, logits, lse, targets, weights, target_weights, *sizes)
 
 
 def cross_entropy_rows(
@@ -349,10 +347,9 @@ def cross_entropy_rows(
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
         target = logits if grads is None else grads  # not written where GRADS is off
-        cross_entropy_rows_kernel[(rows,)](
-            losses, target, logits, targets, target.stride(0), logits.stride(0), cols, _reach(logits), _reach(target),
-            ignore_index, z_loss, GRADS=grads is not None, BLOCK=BLOCK, num_warps=NUM_WARPS,
-        )  # fmt: skip
+        constants = {"GRADS": grads is not None, "BLOCK": BLOCK, "num_warps": NUM_WARPS}
+        sizes = target.stride(0), logits.stride(0), cols, _reach(logits), _reach(target), ignore_index, z_loss
+        launcher_of(cross_entropy_rows_kernel, **constants)((rows,), losses, target, logits, targets, *sizes)
     return losses
 
 

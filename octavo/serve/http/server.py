@@ -83,11 +83,13 @@ def serve_at(
 
 def _built(build_engine: Callable[[], Engine]) -> Engine:
     """Build the engine; what is loaded with it stays, and no garbage collection need stop all threads to look at it."""
+    began = time.perf_counter()
     engine = build_engine()
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, *gc.get_threshold()[1:])
     sys.setswitchinterval(SWITCH_S)
+    logger.info("ready: the model was loaded in %.1f s, and requests are answered", time.perf_counter() - began)
     return engine
 
 
@@ -107,7 +109,8 @@ def _interpreter_restored() -> Iterator[None]:
 def announce(listener: socket.socket, host: str, config: ServerConfig) -> None:
     """Log where a server listens, and whether anybody can use it."""
     shown = f"[{host}]" if ":" in host else host
-    logger.info("listening at http://%s:%d for %s", shown, listener.getsockname()[1], ", ".join(config.model_names))
+    place, names = f"http://{shown}:{listener.getsockname()[1]}", ", ".join(config.model_names)
+    logger.info("listening at %s for %s; requests get 503 until it is ready", place, names)
     if host not in ("127.0.0.1", "::1", "localhost") and not config.api_keys:
         logger.warning("%s can be reached from other machines and no API key is set; see --api-key", host)
 

@@ -47,7 +47,7 @@ class RouterMetrics:
     def _own(self) -> Iterator[Metric]:
         for name, text, read in (
             ("requests_routed", "Requests sent to a replica.", lambda replica: replica.num_routed),
-            ("requests_lost", "Requests that ended because their replica did.", lambda replica: replica.num_failures),
+            ("requests_lost", "Requests that ended with their replica.", lambda replica: replica.num_failures),
             ("restarts", "Times a replica was started again.", lambda replica: replica.num_restarts),
         ):
             counter = CounterMetricFamily(f"octavo:router_{name}", text, labels=["worker"])

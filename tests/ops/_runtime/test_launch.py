@@ -1,6 +1,8 @@
 """launcher_of: it launches what triton would have launched, and leaves to triton what it does not know."""
 
-from collections.abc import Iterator
+import importlib
+import pkgutil
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ import triton
 import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
 
+import octavo.ops
 from octavo.numerics import Scaling
 from octavo.ops._runtime.launch import triton as launch
 from octavo.ops._runtime.launch.triton import launcher_of
@@ -228,3 +232,68 @@ def test_two_gpus() -> None:
         codes = [quantize(x.to(device), Scaling()) for device in ("cuda:0", "cuda:1", "cuda:1", "cuda:0")]
     for q in codes[1:]:
         assert_bitwise(q.qdata.cpu(), codes[0].qdata.cpu())
+
+
+LIMIT = tl.constexpr(4)
+
+
+@triton.jit
+def clipped(x):
+    return tl.minimum(x, LIMIT)
+
+
+@triton.jit
+def clip(out, x, BLOCK: tl.constexpr):
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + n, clipped(tl.load(x + n)))
+
+
+def forget_keys(kernels: Iterable[Any]) -> None:
+    """As in a new process."""
+    for kernel in kernels:
+        kernel.hash, kernel.used_global_vals = None, {}
+    launch._settled.clear()
+
+
+@pytest.fixture
+def all_kernels() -> Iterator[dict[str, Any]]:
+    """Every triton.jit function of the operations, by name."""
+    found: dict[str, Any] = {}
+    for module in pkgutil.walk_packages(octavo.ops.__path__, "octavo.ops."):
+        if ".triton" in module.name:
+            values = vars(importlib.import_module(module.name)).values()
+            found |= {kernel._fn_name: kernel for kernel in values if isinstance(kernel, JITFunction)}
+    yield found
+    forget_keys(found.values())
+
+
+def test_a_key_does_not_depend_on_what_was_hashed_before() -> None:
+    keys = []
+    for first in (clip, clipped):
+        forget_keys((clip, clipped))
+        keys.append([first.cache_key, clip.cache_key][1])
+    assert keys[0] != keys[1]  # triton's own
+    for first in (clip, clipped):
+        forget_keys((clip, clipped))
+        launch.settle_key(first)
+        launch.settle_key(clip)
+        assert clip.cache_key == keys[1]
+
+
+def test_nor_does_any_of_ours(all_kernels: dict[str, Any]) -> None:
+    found = []
+    for names in (sorted(all_kernels), sorted(all_kernels, reverse=True)):
+        forget_keys(all_kernels.values())
+        for name in names:
+            launch.settle_key(all_kernels[name])
+        found.append({name: kernel.cache_key for name, kernel in all_kernels.items()})
+    assert found[0] == found[1] and len(found[0]) > 150
+
+
+@pytest.mark.parametrize("how", ["hooks", "unknown", "first"])
+def test_every_launch_by_triton_has_its_key_settled(how: str, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_keys([fold])
+    if how == "hooks":
+        monkeypatch.setattr(knobs.runtime, "debug", True)
+    assert not calls(*FIRST[:3], object() if how == "unknown" else 2.0)
+    assert fold.hash is not None and fold.fn in launch._settled

@@ -24,7 +24,7 @@ OPS = Path(registry.__file__).parent.parent
 TESTS = Path(__file__).parent.parent
 # what has no kernel of its own, and what tests/ops/quantize tests by the ops above it
 UNNAMED = {
-    *(f"octavo.ops._runtime.{name}" for name in ("kernel_cache", "launch")),
+    *(f"octavo.ops._runtime.{name}" for name in ("kernel_cache", "kernel_requests", "launch")),
     "octavo.ops.attention.rope",  # which others' kernels call
     "octavo.ops.quantize.delayed",
 }

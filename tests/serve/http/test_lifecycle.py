@@ -1,6 +1,7 @@
 """Start, health, metrics, sleep, failing and hanging steps, disconnects, drain: every request gets its end."""
 
 import asyncio
+import logging
 import threading
 import time
 
@@ -12,6 +13,7 @@ from octavo.errors import ConfigError
 from octavo.serve.engine import Engine
 from octavo.serve.engine.request import LostRankError, Phase
 from octavo.serve.http import ServerConfig, build_app
+from octavo.serve.http import server as server_module
 from octavo.serve.http.server import bind
 from tests.serve.http.running import Running, make_engine, running
 
@@ -94,6 +96,22 @@ def test_503_while_starting_and_none_later() -> None:
             go_on.set()
         server.wait_until(lambda: server.client.get("/ready").status_code == 200)
         server.complete(prompt="a", max_tokens=1)
+
+
+def test_the_log_says_when_it_is_ready(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    def build() -> Engine:
+        assert "ready" not in caplog.text
+        return make_engine()
+
+    with server_module._interpreter_restored():
+        server_module._built(build)
+    assert "ready: the model was loaded in" in caplog.text
+    with server_module.bind("127.0.0.1", 0) as listener:
+        server_module.announce(listener, "127.0.0.1", ServerConfig(model_names=("tiny",)))
+        port = listener.getsockname()[1]
+    assert f"http://127.0.0.1:{port} for tiny; requests get 503 until" in caplog.text
 
 
 def test_an_engine_that_cannot_be_built_ends_the_server() -> None:

@@ -7,6 +7,7 @@ all that. `launcher_of(kernel, **constants)` lets it do so once for each key and
 import contextlib
 import functools
 import threading
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from triton.compiler import CompiledKernel
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import cuda_capability_geq
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITCallable, JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Versions whose CompiledKernel.run was read: (x, y, z, stream, function, packed metadata, launch metadata, enter hook,
@@ -47,6 +48,13 @@ def wait_for_last(EARLY: tl.constexpr):
         gdc_wait()
 
 
+@triton.jit
+def begin(EARLY: tl.constexpr):
+    """First in a kernel: what every launch may do that reads or writes what those before it do."""
+    wait_for_last(EARLY)
+    let_next_begin()
+
+
 # Rows up to which small kernels are launched early: more fill the GPU by themselves.
 EARLY_ROWS = 32
 
@@ -57,6 +65,12 @@ def can_begin_early(device: torch.device) -> bool:
     if knobs.runtime.interpret:
         return False
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def early_options(device: torch.device) -> dict[str, bool]:
+    """Of a launch whose kernel calls begin(EARLY): it takes its places on the GPU while the one before it ends."""
+    early = can_begin_early(device)
+    return {"EARLY": early, "launch_pdl": early}
 
 
 class CompiledLaunch(NamedTuple):
@@ -88,6 +102,7 @@ class LaunchCache(dict[Any, Any]):
             self[key] = made
 
 
+_settled: set[Any] = set()  # functions
 # (kernel, its constants and options, what triton specializes on, device) -> CompiledLaunch
 _compiled = LaunchCache()
 
@@ -117,12 +132,12 @@ class Launcher:
         """
         kernel, fixed = self.kernel, self._fixed
         if has_launch_hooks(kernel):
-            kernel[grid](*args, **fixed)
+            launch_by_triton(kernel, grid, *args, **fixed)
             return None
         key: list[Any] = [self._prefix]
         values: list[Any] = []
         if not _describe(args, key, values):
-            kernel[grid](*args, **fixed)
+            launch_by_triton(kernel, grid, *args, **fixed)
             return None
         device: int = current_device()
         key.append(device)
@@ -131,7 +146,7 @@ class Launcher:
         if compiled is not None:
             compiled.launch(whole_grid(grid), current_stream(device), *values)
             return compiled
-        compiled = self._compiled_launch(kernel[grid](*args, **fixed))
+        compiled = self._compiled_launch(launch_by_triton(kernel, grid, *args, **fixed))
         if compiled is not None:
             _compiled.keep(kept_as, compiled)
         return compiled
@@ -155,6 +170,33 @@ def launcher_of(kernel: Any, **fixed: Any) -> Launcher:
         fixed: those constants by name, and options such as num_warps.
     """
     return Launcher(kernel, fixed)
+
+
+def launch_by_triton(kernel: Any, grid: tuple[int, ...], *args: Any, **fixed: Any) -> Any:
+    """kernel[grid](*args, **fixed), found on disk whatever was launched before it: see settle_key."""
+    settle_key(kernel)
+    return kernel[grid](*args, **fixed)
+
+
+def settle_key(kernel: Any) -> None:
+    """Let Triton hash what a kernel calls before the kernel itself.
+
+    The hash, which the name on disk is made of, holds the constants of a function that is called only if that function
+    was hashed before. Without this a process compiles again what another has compiled in another order.
+    """
+    if not isinstance(kernel, JITCallable) or kernel.fn in _settled:
+        return
+    _settled.add(kernel.fn)
+    names = kernel.fn.__code__.co_names
+    found = [kernel.fn.__globals__.get(name) for name in names]
+    modules = [value for value in found if isinstance(value, ModuleType) and not _is_tritons(value)]
+    for value in (*found, *(getattr(module, name, None) for module in modules for name in names)):
+        settle_key(value)
+    _ = kernel.cache_key  # made when it is first asked for
+
+
+def _is_tritons(module: ModuleType) -> bool:
+    return module.__name__.partition(".")[0] == "triton"
 
 
 def whole_grid(grid: tuple[int, ...]) -> tuple[int, int, int]:

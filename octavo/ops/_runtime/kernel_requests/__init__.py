@@ -1,0 +1,1 @@
+"""Kernels that steps ask for, named in place of being compiled."""

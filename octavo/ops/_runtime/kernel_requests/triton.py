@@ -1,0 +1,151 @@
+"""Triton kernels that steps ask for: named while the steps run without them, compiled in worker processes.
+
+Compiling in threads is held up by Python's lock. Here a thread runs the steps with every launch left out whose kernel
+is not on disk, which takes a second, and processes compile all that was left out at once, into Triton's cache on disk.
+"""
+
+import contextlib
+import hashlib
+import importlib
+import json
+import pkgutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.compiler import compile as compile_source
+from triton.runtime.cache import get_cache_key, get_cache_manager
+from triton.runtime.driver import driver
+
+from octavo.ops._runtime.kernel_cache.triton import use_checked_cache
+from octavo.ops._runtime.launch.triton import settle_key
+
+_EMPTY = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
+
+
+class KernelRequest(NamedTuple):
+    """A kernel as Triton specializes it for a launch; what a process of the same installation makes the same code of.
+
+    module, name: where the triton.jit function is.
+    signature, constants, attributes: of triton.compiler.ASTSource.
+    options: such as num_warps.
+    target: of triton.backends.compiler.GPUTarget.
+    """
+
+    module: str
+    name: str
+    signature: dict[str, Any]
+    constants: dict[Any, Any]
+    attributes: dict[Any, Any]
+    options: dict[str, Any]
+    target: tuple[str, int, int]
+
+    def source(self) -> ASTSource:
+        """What Triton compiles."""
+        kernel = getattr(importlib.import_module(self.module), self.name)
+        settle_key(kernel)
+        return ASTSource(kernel, self.signature, self.constants, self.attributes)
+
+    def is_on_disk(self) -> bool:
+        """Whether Triton will find it in its cache."""
+        source, backend = self.source(), make_backend(GPUTarget(*self.target))
+        options = backend.parse_options(self.options | source.parse_options())
+        key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
+        manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+        name = f"{source.name[:150]}.json"
+        return name in (manager.get_group(name) or {})
+
+
+@contextlib.contextmanager
+def requesting_kernels(take: Callable[[KernelRequest], None]) -> Iterator[None]:
+    """Let this thread launch no kernel that would have to be compiled: it is named to take() instead, once.
+
+    New tensors hold zeros, for what such a kernel would have written is read by what does run. Other threads launch as
+    ever. Where a jit_cache_hook is set already, nothing is left out.
+    """
+    if knobs.runtime.jit_cache_hook is not None:
+        yield
+        return
+    thread, asked = threading.get_ident(), set[str]()
+
+    def hook(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:  # noqa: A002: Triton's name
+        if threading.get_ident() != thread:
+            return False
+        request = _request_of(fn.jit_function, compile)
+        if (what := f"{request.module} {request.name} {key}") in asked:
+            return True
+        if request.is_on_disk():
+            return False
+        asked.add(what)
+        take(request)
+        return True
+
+    knobs.runtime.jit_cache_hook = hook
+    try:
+        with _ZerosForEmpty():
+            yield
+    finally:
+        knobs.runtime.jit_cache_hook = None
+
+
+def _request_of(kernel: Any, told: dict[str, Any]) -> KernelRequest:
+    options = json.loads(told["specialization_data"])["options"]
+    target = driver.active.get_current_target()
+    return KernelRequest(
+        kernel.fn.__module__,
+        kernel.fn.__qualname__,
+        told["signature"],
+        told["constants"],
+        told["configs"][0],
+        {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()},
+        (target.backend, target.arch, target.warp_size),
+    )
+
+
+class _ZerosForEmpty(TorchDispatchMode):
+    """Memory that an operation of this thread leaves as it is, filled with zeros."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func._schema.name in _EMPTY:
+            assert isinstance(made, torch.Tensor), "each of these makes one"
+            made.zero_()
+        return made
+
+
+class _NoGpu:
+    """Triton's driver in a process that compiles for a GPU and has none."""
+
+    def __init__(self, target: tuple[str, int, int]) -> None:
+        self._target = GPUTarget(*target)
+
+    def get_current_target(self) -> GPUTarget:
+        """What kernels ask for as they are compiled."""
+        return self._target
+
+
+def load_kernels(target: tuple[str, int, int]) -> None:
+    """Load every kernel of octavo in a process that only compiles: what it forks need not."""
+    driver.set_active(_NoGpu(target))
+    use_checked_cache()
+    ops = importlib.import_module("octavo.ops")
+    for found in pkgutil.walk_packages(ops.__path__, "octavo.ops."):
+        if found.name.endswith(".triton"):
+            importlib.import_module(found.name)
+    make_backend(GPUTarget(*target)).hash()  # asks the assembler for its version, once
+
+
+def compile_kernel(request: KernelRequest) -> float:
+    """Compile it into the cache on disk; seconds that it took. Raises what Triton does."""
+    began = time.perf_counter()
+    compile_source(request.source(), target=GPUTarget(*request.target), options=request.options)
+    return time.perf_counter() - began

@@ -1,0 +1,92 @@
+"""Steps run without kernels that would have to be compiled, and name them."""
+
+import pickle
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is only packaged for Linux")
+
+from triton import knobs
+
+from octavo.ops._runtime.kernel_cache.triton import use_checked_cache
+from octavo.ops._runtime.kernel_requests.triton import KernelRequest, compile_kernel, requesting_kernels
+from octavo.ops.norm import triton as kernels
+from octavo.testing.interpreter import is_interpreting
+from tests.ops.fake_gpu import TARGET, X, hopper, launch_norm, requests_of
+
+pytestmark = pytest.mark.skipif(is_interpreting(), reason="nothing compiles in the interpreter")
+
+
+@pytest.fixture(autouse=True)
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with hopper(tmp_path / "cache", monkeypatch):
+        yield
+
+
+def test_a_kernel_is_named_once_for_what_it_specializes_on() -> None:
+    others = (lambda: launch_norm(X.float()), lambda: launch_norm(X[:, :128].contiguous()))
+    found = requests_of(launch_norm, launch_norm, *others)
+    assert [request.name for request in found] == ["norm_rows"] * 3
+    assert len({pickle.dumps(request) for request in found}) == 3
+    assert {request.target for request in found} == {TARGET}
+    assert found[0].module == "octavo.ops.norm.triton"
+    assert knobs.runtime.jit_cache_hook is None
+
+
+def test_what_was_compiled_is_found_and_launched() -> None:
+    (request,) = requests_of(launch_norm)
+    again: KernelRequest = pickle.loads(pickle.dumps(request))
+    assert not again.is_on_disk()
+    compile_kernel(again)
+    assert request.is_on_disk()
+    with pytest.raises(AttributeError, match="FakeDriver"):  # it goes on to the launch
+        requests_of(launch_norm)
+    (file,) = Path(knobs.cache.dir).rglob("norm_rows.cubin")
+    file.unlink()
+    kernels.norm_rows.device_caches.clear()
+    use_checked_cache()
+    assert not request.is_on_disk() and len(requests_of(launch_norm)) == 1
+
+
+def test_what_is_left_out_reads_as_zeros() -> None:
+    torch.empty(1 << 20).fill_(7.0)  # memory that is likely to be used again
+    found: list[KernelRequest] = []
+    with requesting_kernels(found.append):
+        written = launch_norm()
+        others = [torch.empty(1 << 20), torch.empty_like(X), X.new_empty(5), torch.empty_strided((4, 4), (1, 4))]
+        codes = torch.empty(64, dtype=torch.float8_e4m3fn)
+        full = torch.ones(3)
+    assert found and all(not tensor.any() for tensor in (written, *others, codes.float()))
+    assert full.all()
+
+
+def test_other_threads_launch_as_ever() -> None:
+    errors: list[BaseException] = []
+
+    def step() -> None:
+        try:
+            launch_norm()
+        except AttributeError as error:
+            errors.append(error)
+
+    (request,) = requests_of(launch_norm)
+    compile_kernel(request)
+    kernels.norm_rows.device_caches.clear()
+    found: list[KernelRequest] = []
+    with requesting_kernels(found.append):
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+        launch_norm(X.float())
+    assert "FakeDriver" in str(errors[0]) and len(found) == 1
+
+
+def test_a_hook_that_is_set_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **told: seen.append(told) or True)
+    assert requests_of(launch_norm) == [] and len(seen) == 1

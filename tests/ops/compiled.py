@@ -17,22 +17,12 @@ def launched(call: Callable[[], object], num: int | None = None, arch: int = 90)
     return found
 
 
-# what reads or writes the GPU's memory; a prefetch does neither
-_MOVES = re.compile(r"\b(?:ld|st|atom|red|cp\.async(?:\.\w+)*)\.(?:shared\.|shared::\w+\.)?global\b|cp\.async\.bulk")
-
-
 def compiled(launch: Launch, max_spill_bytes: int = tolerances.MAX_SPILL_BYTES) -> CompileReport:
-    """What the assembler says of a launch: next to no spills, local memory for them alone, no warning.
-
-    One that may begin before the launch in front of it has ended touches no memory before it has waited for that.
-    """
+    """What the assembler says of a launch: next to no spills, local memory for them alone, no warning."""
     report = launch.compile()
     assert report.spill_bytes <= max_spill_bytes, f"{launch} spills {report.spill_bytes} bytes"
     assert report.stack_bytes <= report.spill_bytes, f"{launch} keeps {report.stack_bytes} bytes of stack"
     assert not report.notes, f"{launch}: {report.notes}"
-    if launch.options.get("launch_pdl"):
-        move = _MOVES.search(report.ptx)
-        assert move and 0 <= report.ptx.find("griddepcontrol.wait") < move.start(), f"{launch} does not wait first"
     return report
 
 

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.ops._runtime.launch.triton import begin, early_options, launcher_of, on_device_of
+from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
 from octavo.ops.moe.reference import num_rows, scale_layout
 
 MAX_EXPERTS = 512  # a program holds every expert of a few tokens
@@ -45,13 +45,12 @@ def _softmax(logits, stride, t, e, E):
 def choose_experts(
     weights, experts, probs, counts, slots, logits, stride, T, E, R, share,
     TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
-    FILL: tl.constexpr, EARLY: tl.constexpr,
+    FILL: tl.constexpr,
 ):  # fmt: skip
     """A block of tokens: probabilities, the S likeliest experts, and how many tokens chose each.
 
     On the way every program marks `share` rows of the sorted batch as padding.
     """
-    begin(EARLY)
     pid = tl.program_id(0)
     t = pid * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, EXPERTS)
@@ -92,14 +91,13 @@ def choose_experts(
 @triton.jit(do_not_specialize=("num_slots", "num_counts", "own_counts", "span"))
 def place_rows(
     rows, slots, offsets, counts, experts, num_slots, E, alignment, num_counts, own_counts, span,
-    TILE: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    TILE: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The rows of `span` slots, which `own_counts` counts are of, TILE at a time; program 0 also stores where rows end.
 
     A slot's row is the first of its expert, past the slots of earlier programs and tiles, and past those before it in
     its own tile.
     """
-    begin(EARLY)
     pid = tl.program_id(0)
     e = tl.arange(0, EXPERTS)
     is_expert = (e < E)[None, :]
@@ -197,15 +195,13 @@ def moe_routing(
         launch = launcher_of(
             choose_experts, TOP_K=top_k, NORMALIZE=normalize, BLOCK_T=choose, EXPERTS=width,
             SLOTS=triton.next_power_of_2(top_k), FILL=FILL, num_warps=CHOOSE_WARPS, enable_fp_fusion=False,
-            **early_options(device),
         )  # fmt: skip
         made = (weights, experts, probs, counts, slots)
         share = triton.cdiv(R, programs) if alignment > 1 else 0  # where each row has a slot, none only pads
         launch((programs,), *made, logits, logits.stride(0), T, E, R, share)
         launch = launcher_of(
-            place_rows, TILE=tile, EXPERTS=width, CHUNK=max(1, COUNTS_A_CHUNK // width), num_warps=PLACE_WARPS,
-            **early_options(device),
-        )  # fmt: skip
+            place_rows, TILE=tile, EXPERTS=width, CHUNK=max(1, COUNTS_A_CHUNK // width), num_warps=PLACE_WARPS
+        )
         grid, span = (triton.cdiv(programs, own_counts),), own_counts * choose * top_k
         launch(grid, rows, slots, offsets, counts, experts, T * top_k, E, alignment, programs, own_counts, span)
     return weights, experts, probs, rows, slots, offsets

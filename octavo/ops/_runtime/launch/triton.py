@@ -48,13 +48,6 @@ def wait_for_last(EARLY: tl.constexpr):
         gdc_wait()
 
 
-@triton.jit
-def begin(EARLY: tl.constexpr):
-    """First in a kernel: what every launch may do that reads or writes what those before it do."""
-    wait_for_last(EARLY)
-    let_next_begin()
-
-
 # Rows up to which small kernels are launched early: more fill the GPU by themselves.
 EARLY_ROWS = 32
 
@@ -65,12 +58,6 @@ def can_begin_early(device: torch.device) -> bool:
     if knobs.runtime.interpret:
         return False
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def early_options(device: torch.device) -> dict[str, bool]:
-    """Of a launch whose kernel calls begin(EARLY): it takes its places on the GPU while the one before it ends."""
-    early = can_begin_early(device)
-    return {"EARLY": early, "launch_pdl": early}
 
 
 class CompiledLaunch(NamedTuple):

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.ops._runtime.launch.triton import begin, early_options, launcher_of, on_device_of
+from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
 from octavo.ops.attention import KV_SCALING, PAGE_SIZE, PagedKVLayer
 from octavo.ops.attention.kv_scales import FLUSH_BOUND, FP8_MAX
 from octavo.ops.attention.qkv_cache.reference import HeadNorms, Rotation
@@ -39,14 +39,13 @@ def qkv_rows(
     q_out, k_cache, v_cache, k_scale, v_scale, counts, qkv, positions, slots, cos, sin, q_weight, k_weight, known,
     known_quant, stride, eps, H, KH,
     RULE: tl.constexpr, PAGE: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    R: tl.constexpr, EARLY: tl.constexpr,
+    R: tl.constexpr,
 ):  # fmt: skip
     """R heads of one token.
 
     known, known_quant: [2] fp32 decode scales of K and of V and their reciprocals, counts: [2, 2] int64 (clipped and
     flushed of K, of V); None where every row of K and V makes its own scale.
     """
-    begin(EARLY)
     D: tl.constexpr = 2 * HALF
     DTYPE: tl.constexpr = qkv.dtype.element_ty
     num_heads = H + 2 * KH
@@ -124,7 +123,6 @@ def qkv_to_cache(
         launch = launcher_of(
             qkv_rows, RULE=rule_of_rows(KV_SCALING, qkv.dtype), PAGE=PAGE_SIZE, HALF=dim // 2,
             TURNED=rotation.cos.shape[1], INTERLEAVED=rotation.interleaved, R=rows, num_warps=1, enable_fp_fusion=False,
-            **early_options(qkv.device),
         )  # fmt: skip
         known = layer.known
         scale, quant_scale, counts = (

@@ -21,7 +21,7 @@ import triton
 from octavo.errors import BackendError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
-from octavo.ops._runtime.launch.triton import early_options, launcher_of, on_device_of
+from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
 from octavo.ops.attention.cache import KV_SCALING, PAGE_SIZE, PagedKVLayer
 from octavo.ops.attention.reference import P_BLOCK, P_SCALING
 from octavo.ops.attention.triton.kernels import attend_tiles, merge_splits
@@ -109,7 +109,7 @@ def attention_paged(
         launch = launcher_of(
             attend_tiles, G=H // KH, IS_ONE_SPLIT=is_split, IS_ONE_TOKEN=is_one_token,
             SHIFT=PROBABILITY_SHIFT if layer.is_fp8 else 0, OUT_RULE=None if is_split else out_rule,
-            **_constants(D), **_constants_of(tile), **_rules_of(layer, q.dtype, tile.block), **early_options(q.device),
+            **_constants(D), **_constants_of(tile), **_rules_of(layer, q.dtype, tile.block),
         )  # fmt: skip
         tables = queries.page_tables
         cache = (layer.k, layer.v, layer.k_scale, layer.v_scale, tables)
@@ -121,7 +121,7 @@ def attention_paged(
         if is_split:
             launch = launcher_of(
                 merge_splits, R=MERGED_ROWS, IS_ONE_TOKEN=is_one_token, num_warps=1,
-                DTYPE=SOURCE_TYPES[q.dtype], OUT_RULE=out_rule, **_constants(D), **early_options(q.device),
+                DTYPE=SOURCE_TYPES[q.dtype], OUT_RULE=out_rule, **_constants(D),
             )  # fmt: skip
             grid = (T * triton.cdiv(H, MERGED_ROWS), 1, 1)
             launch(grid, out, out_scale, lse, part_acc, part_stats, *places, num_splits, B, T, H)

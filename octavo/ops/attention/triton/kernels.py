@@ -7,7 +7,6 @@ Legend: T tokens, B sequences, H query heads, KH kv heads, G = H / KH, D head_di
 import triton
 import triton.language as tl
 
-from octavo.ops._runtime.launch.triton import begin
 from octavo.ops.attention.triton.split import attend_split, load_queries
 from octavo.ops.quantize.triton.casts import round_to
 from octavo.ops.quantize.triton.device import amax_over, decode_scale_of, quant_scale_of
@@ -81,13 +80,12 @@ def attend_tiles(
     G: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr, IS_ONE_SPLIT: tl.constexpr, SHIFT: tl.constexpr, LN_2: tl.constexpr,
     STAGES: tl.constexpr, COPIES: tl.constexpr, Q_RULE: tl.constexpr, P_RULE: tl.constexpr, OUT_RULE: tl.constexpr,
-    IS_ONE_TOKEN: tl.constexpr, EARLY: tl.constexpr,
+    IS_ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """One tile: one of its splits, left in part_*, or all of them, merged.
 
     IS_ONE_TOKEN: every sequence has one new token, and one tile: nothing has to be found, load after load.
     """
-    begin(EARLY)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a sequence's last ones take longest and go first
     kv_head = tl.program_id(1)
     ROWS: tl.constexpr = [R] if GROUPS == 1 else [GROUPS, R]
@@ -159,10 +157,9 @@ def attend_tiles(
 def merge_splits(
     out, out_scale, lse, part_acc, part_stats, cu_seqlens, seq_lens, num_splits, B, T, H,
     D: tl.constexpr, R: tl.constexpr, SPLIT: tl.constexpr, LN_2: tl.constexpr, DTYPE: tl.constexpr,
-    OUT_RULE: tl.constexpr, IS_ONE_TOKEN: tl.constexpr, EARLY: tl.constexpr,
+    OUT_RULE: tl.constexpr, IS_ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of R rows (token * H + head) of one token, in their order."""
-    begin(EARLY)
     tiles = tl.cdiv(H, R)
     token = tl.program_id(0) // tiles
     head = tl.program_id(0) % tiles * R + tl.arange(0, R)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from octavo.numerics.quantized import QuantizedTensor
-from octavo.ops._runtime.launch.triton import begin, early_options, launcher_of, on_device_of
+from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
 from octavo.ops.gemm.hp_mm import triton as hp_mm
 
 BLOCK_N, WARPS = 128, 4
@@ -84,7 +84,7 @@ def clear_tile(out, first, end, column, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.co
 def row_tiles(
     out, a, a_scale, b, b_scale, offsets, slots, stride_sa, stride_sa_slab, R, N, K, E,
     SLOTS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLAB: tl.constexpr,
-    HAS_BLOCKS: tl.constexpr, STAGES: tl.constexpr, BY_GROUP: tl.constexpr, EARLY: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr, STAGES: tl.constexpr, BY_GROUP: tl.constexpr,
 ):  # fmt: skip
     """One tile of out: the rows of one group times its weight. Programs past the last group's tiles clear the tail.
 
@@ -99,7 +99,6 @@ def row_tiles(
     sum of the same products in the same order and has the same bits, as tests on a card check: exact mode, which
     decodes by turned tiles and trains by the others, rests on that.
     """
-    begin(EARLY)
     TURNED: tl.constexpr = BLOCK_M < 64
     # A tile's columns follow each other, so that a group's rows and weight are read once and then found in the cache.
     num_columns = tl.cdiv(N, BLOCK_N)
@@ -301,7 +300,7 @@ def scaled_grouped_mm(
         launch = launcher_of(
             row_tiles, SLOTS=slots_per_row, GROUPS=max(LEAST_GROUPS, triton.next_power_of_2(E)), BLOCK_M=tile.block_m,
             BLOCK_N=BLOCK_N, SLAB=SLAB, HAS_BLOCKS=a.scaling.kind != "per_row", STAGES=tile.stages,
-            BY_GROUP=is_by_group(R, E), num_warps=WARPS, **limit, **early_options(a.device),
+            BY_GROUP=is_by_group(R, E), num_warps=WARPS, **limit,
         )  # fmt: skip
         scales = (a.scale, whole.qdata, whole.scale.contiguous())
         launch(grid, out, a.qdata, *scales, offsets, slots, a.scale.stride(0), a.scale.stride(1), R, N, K, E)

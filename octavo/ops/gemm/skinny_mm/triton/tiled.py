@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.numerics.quantized import QuantizedTensor
-from octavo.ops._runtime.launch.triton import begin, early_options, launcher_of, on_device_of
+from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
 from octavo.ops.gemm.skinny_mm.limits import MAX_TOKENS
 from octavo.ops.gemm.skinny_mm.triton.splits import (
     BLOCK_K,
@@ -49,10 +49,9 @@ _SIZES = ("stride_as", "stride_bs", "M", "slabs", "slabs_a_split", "num_splits")
 def token_tiles(
     out, parts, arrivals, a, b, a_scale, b_scale, bias, stride_as, stride_bs, M, N, slabs, slabs_a_split, num_splits,
     IS_BLOCK: tl.constexpr, IS_TENSOR: tl.constexpr, IS_SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of out [M, N] over one range of K, and the sum of the ranges by the last program."""
-    begin(EARLY)
     tile = tl.program_id(0)
     split = tl.program_id(1)
     num_tiles_m = tl.cdiv(M, BLOCK_M)
@@ -135,7 +134,7 @@ def tiled_mm(
     with on_device_of(a.qdata):
         launch = launcher_of(
             token_tiles, **scales.kind, IS_SPLIT=splits > 1, BLOCK_M=BLOCK_M, BLOCK_N=tile.block_n, BLOCK_K=BLOCK_K,
-            STAGES=tile.stages, num_warps=NUM_WARPS, **early_options(device),
+            STAGES=tile.stages, num_warps=NUM_WARPS,
         )  # fmt: skip
         operands = (tokens, codes, *scales.tensors, bias)
         sizes = (*scales.strides, M, N, slabs, slabs_a_split, splits)

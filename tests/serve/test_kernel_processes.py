@@ -46,7 +46,7 @@ def test_processes_compile_all_but_what_cannot_be(processes: KernelProcesses) ->
     for request in (found[0], bad, *found[1:]):
         processes.compile(request)
     assert processes.wait() == len(found) == processes.num_asked - 1
-    assert all(request.is_on_disk() for request in found) and not bad.is_on_disk()
+    assert all(request.entry().is_there() for request in found) and not bad.entry().is_there()
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -41,16 +41,16 @@ def test_a_kernel_is_named_once_for_what_it_specializes_on() -> None:
 def test_what_was_compiled_is_found_and_launched() -> None:
     (request,) = requests_of(launch_norm)
     again: KernelRequest = pickle.loads(pickle.dumps(request))
-    assert not again.is_on_disk()
+    assert not again.entry().is_there()
     compile_kernel(again)
-    assert request.is_on_disk()
+    assert request.entry().is_there()
     with pytest.raises(AttributeError, match="FakeDriver"):  # it goes on to the launch
         requests_of(launch_norm)
     (file,) = Path(knobs.cache.dir).rglob("norm_rows.cubin")
     file.unlink()
     kernels.norm_rows.device_caches.clear()
     use_checked_cache()
-    assert not request.is_on_disk() and len(requests_of(launch_norm)) == 1
+    assert not request.entry().is_there() and len(requests_of(launch_norm)) == 1
 
 
 def test_what_is_left_out_reads_as_zeros() -> None:

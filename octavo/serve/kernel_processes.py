@@ -25,7 +25,7 @@ class KernelProcesses:
     Args:
         target: of triton.backends.compiler.GPUTarget.
         num_processes: None for one less than this process may use cores.
-        at_once: start processes now, not with the first kernel.
+        at_once: start processes now, not with the first kernel: as a fork where this process has one thread.
     """
 
     def __init__(self, target: tuple[str, int, int], num_processes: int | None = None, *, at_once: bool = True) -> None:
@@ -36,6 +36,7 @@ class KernelProcesses:
         self._asked: list[Future[bool]] = []
         self._is_over = self._is_closed = False
         if at_once:
+            self._nursery.fork_here()
             self._threads.submit(self._nursery.start)
 
     def compile(self, request: KernelRequest) -> None:

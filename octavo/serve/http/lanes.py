@@ -83,9 +83,24 @@ class Nursery:
     def __init__(self, program: str, setup: Callable[[], Any]) -> None:
         self._program, self._setup = program, setup
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Fork | None = None
         self._control: socket.socket | None = None
+        self._forked: socket.socket | None = None
         self._is_closed = False
+
+    def fork_here(self) -> None:
+        """Begin its start as a fork, which has the modules that are loaded here; nothing in a process with threads."""
+        if threading.active_count() == 1:
+            setup = self._setup()
+            ours, theirs = socket.socketpair()
+            self._forked = ours
+
+            def serve() -> None:
+                ours.close()  # it ends when this process hangs up
+                worker_process.serve(theirs, self._program, lambda: setup)
+
+            with theirs:
+                self._process = Fork(serve)
 
     def start(self) -> None:
         """Start it, so that the first fork need not wait for it; one that does not start says so on the log."""
@@ -115,7 +130,10 @@ class Nursery:
 
     def _running(self) -> socket.socket:
         """The socket of a process that lives."""
-        if self._control is None or self._process is None or self._process.poll() is not None:
+        if self._forked is not None:
+            forked, self._forked = self._forked, None
+            self._control = self._ready(forked)
+        elif self._control is None or self._process is None or self._process.poll() is not None:
             self._end()
             self._control = self._start()
         return self._control
@@ -139,11 +157,15 @@ class Nursery:
                 ),
             )
         assert self._process.stdin is not None, "it is a pipe"
+        with contextlib.suppress(OSError), self._process.stdin as pipe:  # one that has died answers nothing
+            pickle.dump((path, self._program), pipe)
+            pickle.dump(setup, pipe)
+        return self._ready(ours)
+
+    def _ready(self, ours: socket.socket) -> socket.socket:
+        """Its socket, once it has said that it is ready."""
         ours.settimeout(START_TIMEOUT_S)
         try:
-            with self._process.stdin as pipe:
-                pickle.dump((path, self._program), pipe)
-                pickle.dump(setup, pipe)
             answer = ours.recv(1024)
             error = answer.decode() or "it died"
         except (OSError, TimeoutError) as failure:
@@ -165,9 +187,50 @@ class Nursery:
         self._kill()
         if self._process is not None:
             self._process.wait()
-        if self._control is not None:
-            self._control.close()
-        self._process = self._control = None
+        for held in (self._control, self._forked):
+            if held is not None:
+                held.close()
+        self._process = self._control = self._forked = None
+
+
+class Fork:
+    """A fork of this process that calls a function and ends, with the part of subprocess.Popen that is used here."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.pid = os.fork()
+        self._exit_code: int | None = None
+        if self.pid == 0:
+            try:
+                self._lead()
+                null = os.open(os.devnull, os.O_RDWR)
+                for standard in range(3):
+                    os.dup2(null, standard)
+                run()
+            finally:
+                os._exit(0)
+        self._lead()
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self._collect(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        """Its exit code, once it has ended."""
+        return self._collect(0)
+
+    def _collect(self, flags: int) -> int | None:
+        if self._exit_code is None:
+            try:
+                pid, status = os.waitpid(self.pid, flags)
+            except ChildProcessError:  # this process lets the system collect its children
+                pid, status = self.pid, 0
+            self._exit_code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._exit_code
+
+    def _lead(self) -> None:
+        """A process group, said on both sides: none may be late. A Ctrl-C at the terminal is not meant for it."""
+        with contextlib.suppress(OSError):
+            os.setpgid(self.pid, self.pid)
 
 
 class TooExpensiveError(ApiError):

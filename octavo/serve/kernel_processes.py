@@ -1,4 +1,4 @@
-"""Processes that compile kernels, one a core to spare, and their program (octavo.serve.http.worker_process)."""
+"""Processes that compile kernels, one a core to spare, and their program (octavo.serve.worker_process)."""
 
 import logging
 import os
@@ -9,8 +9,8 @@ from multiprocessing.connection import Connection
 
 from octavo.ops._runtime.kernel_requests.triton import KernelRequest, compile_kernel, load_kernels
 from octavo.serve.engine.request import UnavailableError
-from octavo.serve.http.lanes import Nursery
-from octavo.serve.http.worker_process import address_space
+from octavo.serve.nursery import Nursery
+from octavo.serve.worker_process import address_space
 
 MAX_PROCESSES = 16
 LIMIT_S = 120.0  # of one kernel; the slowest take a few

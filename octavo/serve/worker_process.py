@@ -1,6 +1,6 @@
 """The program of worker processes: it loads what they need once, then forks one for each socket that it is sent.
 
-octavo.serve.http.lanes starts it, by its path: it imports nothing but the standard library and the program that it is
+octavo.serve.nursery starts it, by its path: it imports nothing but the standard library and the program that it is
 told to load, so that one for JSON schemas has no torch. Beside each worker is a process that ends it as soon as the
 server hangs up, and tells the server how it ended.
 """

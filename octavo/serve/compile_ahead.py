@@ -161,7 +161,7 @@ def compile_in_processes(
         logger.info("%d of %d kernels compiled in processes in %.1f s", num_compiled, processes.num_asked, seconds)
     if error is not None:
         logger.info("a step without its kernels ended early, and may need others: %s: %s", type(error).__name__, error)
-    elif kernels is not None and jobs and num_compiled == processes.num_asked:
+    elif kernels is not None and entries and num_compiled == processes.num_asked:
         kernels.write(entries)
     return num_compiled
 

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
-from triton import __version__ as TRITON_VERSION
-from triton import knobs
+from triton import __version__, knobs
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
@@ -79,6 +78,11 @@ class CacheEntry(NamedTuple):
         return self.file in (get_cache_manager(self.key).get_group(self.file) or {})
 
 
+def compiler_version() -> str:
+    """What a kernel's place in the cache depends on beside the kernel and the GPU."""
+    return f"triton {__version__} {sorted(get_cache_invalidating_env_vars().items())}"
+
+
 @contextlib.contextmanager
 def requesting_kernels(take: Callable[[KernelRequest], None]) -> Iterator[set[CacheEntry]]:
     """Let this thread launch no kernel that would have to be compiled: it is named to take() instead, once.
@@ -133,7 +137,8 @@ def _request_of(kernel: Any, told: dict[str, Any]) -> KernelRequest:
 class _ZerosForEmpty(TorchFunctionMode):
     """Memory that a call of this thread leaves as it is, filled with zeros.
 
-    No TorchDispatchMode: under one, octavo's ops go through the dispatcher, which loads torch._dynamo for seconds.
+    No TorchDispatchMode: octavo's ops would go through the dispatcher, and torch loads its compiler for a mode's first
+    operation, which takes seconds.
     """
 
     def __torch_function__(

@@ -92,3 +92,58 @@ print(json.dumps({"seconds": time.process_time() - started, "compilers": sorted(
 def test_what_comes_before_a_capture_leaves_compilers_out() -> None:
     """A dispatch mode of torch's would import them at its first operation, and so would its matmul in Python."""
     assert not measure(TRY_OUT)["compilers"]
+
+
+COMPILE_AHEAD = """
+import json, sys, time
+import torch
+started = time.process_time()
+import octavo.serve.compile_ahead
+try:
+    import octavo.serve.kernel_processes
+except ImportError as error:
+    assert error.name == "triton", error
+found = {"fastapi", "torch._dynamo"} & set(sys.modules)
+print(json.dumps({"seconds": time.process_time() - started, "found": sorted(found)}))
+"""
+
+
+def test_compile_processes_load_neither_a_server_nor_a_compiler() -> None:
+    """An LLM needs no FastAPI."""
+    assert not measure(COMPILE_AHEAD)["found"]
+
+
+START = """
+import contextlib, json, sys, tempfile, time
+from pathlib import Path
+import torch
+from octavo.models import save_model
+from octavo.serve.compile_ahead import jobs_of
+from octavo.serve.engine import EngineConfig
+from octavo.serve.model_choice import load_for_inference
+from octavo.serve.stand_in import build_stand_in
+from tests.serve.random_models import make_model
+try:
+    from octavo.ops._runtime.kernel_requests.triton import requesting_kernels
+except ImportError as error:
+    assert error.name == "triton", error
+    requesting_kernels = contextlib.nullcontext
+asked = {"quantization": "blockwise", "kv_cache_dtype": "fp8", "exact": None, "device": "cpu"}
+asked |= {"attention_dtype": "auto", "dtype": None, "kv_scales": "auto"}
+started = time.process_time()
+with tempfile.TemporaryDirectory() as folder:
+    path = Path(folder, "m")
+    save_model(make_model("qwen3", "bf16", "bf16", exact=False), path)
+    load_for_inference(path, **asked)
+    with requesting_kernels(print), torch.no_grad():
+        model = build_stand_in(path, asked, torch.device("cpu"))
+        for job in jobs_of(model, EngineConfig(max_num_seqs=4, max_num_batched_tokens=64), 2048):
+            job.run()
+found = {"torch._dynamo", "torch._inductor", "sympy"} & set(sys.modules)
+print(json.dumps({"seconds": time.process_time() - started, "compilers": sorted(found)}))
+"""
+
+
+def test_a_start_leaves_compilers_out() -> None:
+    """A stand-in, its steps without kernels, and the checkpoint's loading beside them."""
+    assert not measure(START)["compilers"]

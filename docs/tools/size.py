@@ -36,7 +36,7 @@ JOBS = (
     ),
     (
         "HTTP server",
-        "serve/http serve/engine_client.py",
+        "serve/http serve/engine_client.py serve/nursery.py serve/worker_process.py",
         "mini-sglang server and tokenizer: 1,087 (848)",
     ),
     ("Training loop", "train run optim", "torchtitan components, config, trainer: 9,672 (6,393)"),
@@ -66,7 +66,7 @@ FEATURES = {
         "serve/model_choice.py serve/prompts.py",
         "prompts in CUDA graphs, long prompts through torch's kernels, warm-up": "serve/engine/prompt_graphs.py "
         "serve/engine/varlen_prefill.py serve/engine/prompt_warm_up.py serve/engine/graph_capture.py "
-        "serve/compile_ahead.py serve/stand_in.py",
+        "serve/compile_ahead.py serve/stand_in.py serve/kernel_processes.py serve/kernel_list.py",
         "JSON schemas, tried in worker processes": "serve/engine/grammar.py serve/engine/schema_worker.py",
         "penalties, `logit_bias`, `min_tokens` on the device": "serve/engine/logit_adjustment.py",
         "engine thread with live weight updates and sleep": "serve/engine/loop.py",
@@ -77,7 +77,8 @@ FEATURES = {
     "HTTP server": {
         "weights over HTTP, sleep and wake": "serve/http/weights.py serve/http/weight_transactions.py "
         "serve/http/admin.py",
-        "schemas compiled beside the event loop": "serve/http/schema*.py serve/http/worker*.py serve/http/lanes.py",
+        "schemas compiled beside the event loop": "serve/http/schema*.py serve/http/worker.py serve/http/lanes.py "
+        "serve/nursery.py serve/worker_process.py",
         "logprobs in the forms of both APIs, texts of part tokens": "serve/http/token_text.py serve/http/tokens.py "
         "serve/http/texts.py",
         "limits against hostile clients, keys, access log": "serve/http/connections.py serve/http/body.py "

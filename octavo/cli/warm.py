@@ -56,13 +56,15 @@ def command(
         )
     from octavo.ops._runtime.kernel_cache.triton import counting_compilations, use_checked_cache
     from octavo.serve.compile_ahead import CompilerThreads, processes_for
+    from octavo.serve.kernel_list import KernelList
     from octavo.serve.stand_in import build_stand_in
 
     use_checked_cache()
+    listed = KernelList(model, asked, limits, place)
     began = time.perf_counter()
     with counting_compilations() as kernels:
         build = functools.partial(build_stand_in, model, asked, place)
-        threads = CompilerThreads(build, limits, place, _ANY_LEN, processes_for(place))
+        threads = CompilerThreads(build, limits, place, _ANY_LEN, processes_for(place), listed)
         threads.finish()
     if threads.error is not None:
         raise BackendError(f"not all kernels could be compiled: {threads.error}") from threads.error

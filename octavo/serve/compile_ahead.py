@@ -28,6 +28,7 @@ from octavo.serve.stand_in import build_stand_in, has_room
 from octavo.serve.tensor_workers import chosen_device
 
 if TYPE_CHECKING:  # a machine without a GPU may have no triton
+    from octavo.serve.kernel_list import KernelList
     from octavo.serve.kernel_processes import KernelProcesses
 
 NUM_THREADS = 4  # twelve were no faster on 16 cores: Python's lock holds them up
@@ -52,6 +53,7 @@ class CompilerThreads:
         device: where the model is.
         max_len: tokens of the longest sequence that is thought of.
         processes: compile what is not on disk before the threads run; closed then. None on a CPU.
+        kernels: written once all that they were asked for is on disk.
 
     Attributes:
         error: what the first of them failed of; the others go on.
@@ -66,10 +68,11 @@ class CompilerThreads:
         device: torch.device,
         max_len: int = READY_LEN,
         processes: "KernelProcesses | None" = None,
+        kernels: "KernelList | None" = None,
     ) -> None:
         self.error: Exception | None = None
         self.num_done = self.num_compiled = 0
-        self._processes = processes
+        self._processes, self._kernels = processes, kernels
         self._build, self._config, self._device, self._max_len = build, config, device, max_len
         self._is_stopped, self._lock = threading.Event(), threading.Lock()
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="octavo-compile")
@@ -93,7 +96,7 @@ class CompilerThreads:
         self._try(lambda: jobs.extend(jobs_of(self._build(), self._config, self._max_len)))
         if self._processes is not None:
             soon = [job for job in jobs if self._config.warm_up or job.num_tokens <= FIRST_TOKENS]
-            self.num_compiled = compile_in_processes(soon, self._processes, self._device)
+            self.num_compiled = compile_in_processes(soon, self._processes, self._device, self._kernels)
         for i, job in enumerate(jobs):
             if i == 0:
                 self._count(job)  # alone: what a model makes at its first step is not made by two threads
@@ -138,20 +141,28 @@ def jobs_of(model: Decoder, config: EngineConfig, max_len: int) -> list[Job]:
     return jobs
 
 
-def compile_in_processes(jobs: list[Job], processes: "KernelProcesses", device: torch.device) -> int:
+def compile_in_processes(
+    jobs: list[Job], processes: "KernelProcesses", device: torch.device, kernels: "KernelList | None" = None
+) -> int:
     """Compile the kernels of these steps that are not on disk, and close the processes; how many were compiled."""
     from octavo.ops._runtime.kernel_requests.triton import requesting_kernels
 
-    began = time.perf_counter()
-    with requesting_kernels(processes.compile), torch.no_grad(), _current(device):
+    began, error = time.perf_counter(), None
+    with requesting_kernels(processes.compile) as entries, torch.no_grad(), _current(device):
         for job in jobs:
-            with contextlib.suppress(Exception):  # of zeros where kernels were left out: an engine runs it again
+            try:
                 job.run()
+            except Exception as raised:  # of zeros where kernels were left out: an engine runs it again
+                error = raised
     num_compiled = processes.wait()
     processes.close()
     if processes.num_asked:
         seconds = time.perf_counter() - began
         logger.info("%d of %d kernels compiled in processes in %.1f s", num_compiled, processes.num_asked, seconds)
+    if error is not None:
+        logger.info("a step without its kernels ended early, and may need others: %s: %s", type(error).__name__, error)
+    elif kernels is not None and entries and num_compiled == processes.num_asked:
+        kernels.write(entries)
     return num_compiled
 
 
@@ -191,10 +202,18 @@ def _start(path: Path, asked: dict[str, Any], config: EngineConfig) -> CompilerT
     device = chosen_device(asked["device"])
     if device.type != "cuda":
         return None
+    from octavo.serve.kernel_list import KernelList
+
+    use_checked_cache(device)
     with contextlib.suppress(OctavoError):  # which loading raises as well
+        kernels = KernelList(path, asked, config, device)
+        if kernels.is_complete():
+            return None
+        processes = processes_for(device)  # a fork, before this process has a context on the GPU
         if has_room(path, asked, torch.cuda.mem_get_info(device)[0]):
-            processes = processes_for(device)
-            return CompilerThreads(lambda: build_stand_in(path, asked, device), config, device, processes=processes)
+            build = functools.partial(build_stand_in, path, asked, device)
+            return CompilerThreads(build, config, device, processes=processes, kernels=kernels)
+        processes.close()
         logger.info("kernels are compiled when the weights are there: both at once would take more memory than is free")
     return None
 

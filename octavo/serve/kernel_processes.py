@@ -1,4 +1,4 @@
-"""Processes that compile kernels, one a core to spare, and their program (octavo.serve.http.worker_process)."""
+"""Processes that compile kernels, one a core to spare, and their program (octavo.serve.worker_process)."""
 
 import logging
 import os
@@ -9,8 +9,8 @@ from multiprocessing.connection import Connection
 
 from octavo.ops._runtime.kernel_requests.triton import KernelRequest, compile_kernel, load_kernels
 from octavo.serve.engine.request import UnavailableError
-from octavo.serve.http.lanes import Nursery
-from octavo.serve.http.worker_process import address_space
+from octavo.serve.nursery import Nursery
+from octavo.serve.worker_process import address_space
 
 MAX_PROCESSES = 16
 LIMIT_S = 120.0  # of one kernel; the slowest take a few
@@ -25,7 +25,7 @@ class KernelProcesses:
     Args:
         target: of triton.backends.compiler.GPUTarget.
         num_processes: None for one less than this process may use cores.
-        at_once: start processes now, not with the first kernel.
+        at_once: start processes now, not with the first kernel: as a fork where this process has one thread.
     """
 
     def __init__(self, target: tuple[str, int, int], num_processes: int | None = None, *, at_once: bool = True) -> None:
@@ -36,6 +36,7 @@ class KernelProcesses:
         self._asked: list[Future[bool]] = []
         self._is_over = self._is_closed = False
         if at_once:
+            self._nursery.fork_here()
             self._threads.submit(self._nursery.start)
 
     def compile(self, request: KernelRequest) -> None:

@@ -5,7 +5,9 @@ import dataclasses
 import functools
 import json
 import logging
+import sys
 import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -219,10 +221,8 @@ def test_an_early_end_waits_for_what_has_begun_alone(monkeypatch: pytest.MonkeyP
 class FakeProcesses:
     """Notes what it is told, in the list of the steps."""
 
-    num_asked = 0
-
-    def __init__(self, told: list[str]) -> None:
-        self.told = told
+    def __init__(self, told: list[str], num_asked: int = 0) -> None:
+        self.told, self.num_asked = told, num_asked
 
     def compile(self, request: Any) -> None:
         raise AssertionError("a CPU asks for no kernel")
@@ -258,6 +258,55 @@ def test_steps_run_without_their_kernels_until_processes_have_compiled_them(
     left_out = ["1 without", "256 without", *(["300 without"] if warm_up else [])]
     assert told == [*left_out, "wait", "close", "1", "256", "300"]
     assert threads.error is None and threads.num_compiled == 7 and threads.num_done == 3
+
+
+class FakeKernelList:
+    """Notes what it is asked, in the list of the steps."""
+
+    def __init__(self, told: list[Any], is_there: bool = False) -> None:
+        self.told, self.is_there = told, is_there
+
+    def is_complete(self) -> bool:
+        self.told.append("list")
+        return self.is_there
+
+    def write(self, entries: set[str]) -> None:
+        self.told.append(entries)
+
+
+@pytest.mark.parametrize(
+    ("num_errors", "num_asked", "met", "is_written"),
+    [(0, 7, {"norm"}, True), (2, 7, {"norm"}, False), (0, 8, {"norm"}, False), (0, 7, set(), False)],
+    ids=["all", "errors", "not_compiled", "none_met"],
+)
+def test_a_list_is_written_of_what_is_known_to_be_all(
+    num_errors: int,
+    num_asked: int,
+    met: set[str],
+    is_written: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    requests = pytest.importorskip("octavo.ops._runtime.kernel_requests.triton")
+    monkeypatch.setattr(requests, "requesting_kernels", lambda _: contextlib.nullcontext(met))
+    caplog.set_level(logging.INFO)
+    told: list[Any] = []
+    first: list[int] = []
+
+    def job(number: int) -> None:
+        if number < num_errors and number not in first:
+            first.append(number)
+            raise ValueError("zeros")
+
+    monkeypatch.setattr(compile_ahead, "jobs_of", lambda *_: [Job(i, functools.partial(job, i)) for i in range(4)])
+    processes, kernels = FakeProcesses(told, num_asked), FakeKernelList(told)
+    threads = CompilerThreads(lambda: None, CONFIG, CPU, processes=processes, kernels=kernels)  # type: ignore[arg-type,return-value]
+    threads.finish()
+    assert told == ["wait", "close", *([met] if is_written else [])]
+    assert threads.error is None and threads.num_done == 4
+    lines = [record for record in caplog.records if "ended early" in record.getMessage()]
+    assert [record.levelno for record in lines] == [logging.INFO] * bool(num_errors)
+    assert all("ValueError: zeros" in record.getMessage() for record in lines)
 
 
 @pytest.mark.parametrize(("device", "warm_up"), [("cuda", True), ("cuda", False), ("cpu", True)])
@@ -298,10 +347,15 @@ def test_an_end_amid_it_does_not_wait_for_processes() -> None:
 class FakeThreads:
     """Notes when it began and how it ended."""
 
-    told: list[str]
+    def __init__(self, told: list[Any]) -> None:
+        self.told = told
 
-    def __init__(self, build: Any, config: EngineConfig, device: torch.device, *, processes: Any) -> None:
-        self.told.append(f"begin {device.type} {processes}")
+    def begin(
+        self, build: Any, config: EngineConfig, device: torch.device, *, processes: Any, kernels: Any
+    ) -> "FakeThreads":
+        assert isinstance(processes, FakeProcesses) and isinstance(kernels, FakeKernelList)
+        self.told.append(f"begin {device.type}")
+        return self
 
     def finish(self, *, early: bool = False) -> None:
         self.told.append(f"finish early={early}")
@@ -310,45 +364,72 @@ class FakeThreads:
         self.told.append("abort")
 
 
-def fake_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 40) -> None:
+def fake_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 40, is_complete: bool = False) -> list[Any]:
+    """What a start on it is told, in order."""
+    told: list[Any] = []
+
+    def told_of(what: str, value: Any) -> Any:
+        told.append(what)
+        return value
+
+    def kernel_list(path: Path, asked: dict[str, Any], config: EngineConfig, device: torch.device) -> FakeKernelList:
+        if not (path / "config.json").is_file():
+            raise CheckpointError(f"{path}: no config.json")
+        assert asked.keys() == ASKED.keys() and config.max_num_seqs == 4 and device.type == "cuda"
+        return FakeKernelList(told, is_complete)
+
     monkeypatch.setattr(compile_ahead, "chosen_device", torch.device)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_bytes, free_bytes))
+    monkeypatch.setattr(compile_ahead, "use_checked_cache", lambda device: told.append("checked"))
+    monkeypatch.setitem(sys.modules, "octavo.serve.kernel_list", types.SimpleNamespace(KernelList=kernel_list))
+    memory = free_bytes, free_bytes
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: told_of("memory", memory))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(compile_ahead, "processes_for", lambda device: f"processes of {device}")
+    monkeypatch.setattr(compile_ahead, "processes_for", lambda _: told_of("processes", FakeProcesses(told)))
+    monkeypatch.setattr(compile_ahead, "CompilerThreads", FakeThreads(told).begin)
+    return told
+
+
+# the processes are a fork, which is to have no context on the GPU: asking for its memory makes one
+BEGUN = ["checked", "list", "processes", "memory", "begin cuda"]
 
 
 @pytest.mark.parametrize(
-    ("device", "warm_up", "free_bytes", "told"),
+    ("device", "warm_up", "free_bytes", "is_complete", "expected"),
     [
-        ("cpu", True, 1 << 40, ["load"]),
-        ("cuda", True, 1 << 40, ["begin cuda processes of cuda", "load", "finish early=False"]),
-        ("cuda", False, 1 << 40, ["begin cuda processes of cuda", "load", "finish early=True"]),
-        ("cuda", True, 1 << 33, ["load"]),
+        ("cpu", True, 1 << 40, False, ["load"]),
+        ("cuda", True, 1 << 40, False, [*BEGUN, "load", "finish early=False"]),
+        ("cuda", False, 1 << 40, False, [*BEGUN, "load", "finish early=True"]),
+        ("cuda", True, 1 << 33, False, [*BEGUN[:-1], "close", "load"]),
+        ("cuda", True, 1 << 40, True, ["checked", "list", "load"]),
     ],
+    ids=["cpu", "gpu", "no_warm_up", "no_room", "all_there"],
 )
 def test_it_begins_before_the_weights_and_ends_after_them(
-    device: str, warm_up: bool, free_bytes: int, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str,
+    warm_up: bool,
+    free_bytes: int,
+    is_complete: bool,
+    expected: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fake_gpu(monkeypatch, free_bytes)
-    monkeypatch.setattr(FakeThreads, "told", [], raising=False)
-    monkeypatch.setattr(compile_ahead, "CompilerThreads", FakeThreads)
+    told = fake_gpu(monkeypatch, free_bytes, is_complete)
     config = dataclasses.replace(CONFIG, warm_up=warm_up)
     with compiling_ahead(checkpoint(tmp_path), ASKED | {"device": device}, config):
-        FakeThreads.told.append("load")
-    assert FakeThreads.told == told
+        told.append("load")
+    assert told == expected
 
 
 def test_an_error_of_loading_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_gpu(monkeypatch)
-    monkeypatch.setattr(FakeThreads, "told", [], raising=False)
-    monkeypatch.setattr(compile_ahead, "CompilerThreads", FakeThreads)
+    told = fake_gpu(monkeypatch)
     path, asked = checkpoint(tmp_path), ASKED | {"device": "cuda"}
     with pytest.raises(CheckpointError, match="damaged"), compiling_ahead(path, asked, CONFIG):
         raise CheckpointError("damaged")
-    assert FakeThreads.told == ["begin cuda processes of cuda", "abort"]
+    assert told == [*BEGUN, "abort"]
+    told.clear()
     with compiling_ahead(tmp_path / "nothing", asked, CONFIG):  # to load raises what is wrong with it
         pass
-    assert len(FakeThreads.told) == 2
+    assert told == ["checked"]
 
 
 @pytest.mark.parametrize(
@@ -366,7 +447,7 @@ def test_a_checkpoint_is_loaded_within_it(tmp_path: Path, monkeypatch: pytest.Mo
     """Also where the stand-in cannot be made: what no kernel was compiled for works."""
     path, begun = checkpoint(tmp_path), list[CompilerThreads]()
 
-    def begin(build: Any, config: EngineConfig, _: torch.device, *, processes: Any) -> CompilerThreads:
+    def begin(build: Any, config: EngineConfig, _: torch.device, **told: Any) -> CompilerThreads:
         begun.append(CompilerThreads(build, config, CPU))
         return begun[-1]
 

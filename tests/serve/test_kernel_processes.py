@@ -1,5 +1,6 @@
 """Processes compile kernels that were named into the cache on disk; one that cannot is compiled when it is needed."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +13,8 @@ pytest.importorskip("triton", reason="triton is only packaged for Linux")
 from octavo.ops._runtime.kernel_requests.triton import KernelRequest
 from octavo.ops.norm import triton as kernels
 from octavo.serve.engine.request import UnavailableError
-from octavo.serve.http.lanes import Nursery
 from octavo.serve.kernel_processes import KernelProcesses
+from octavo.serve.nursery import Nursery
 from octavo.testing.interpreter import is_interpreting
 from tests.ops.fake_gpu import TARGET, X, hopper, launch_norm, requests_of
 
@@ -46,7 +47,7 @@ def test_processes_compile_all_but_what_cannot_be(processes: KernelProcesses) ->
     for request in (found[0], bad, *found[1:]):
         processes.compile(request)
     assert processes.wait() == len(found) == processes.num_asked - 1
-    assert all(request.is_on_disk() for request in found) and not bad.is_on_disk()
+    assert all(request.entry().is_there() for request in found) and not bad.entry().is_there()
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -79,3 +80,12 @@ def test_none_is_started_where_nothing_is_missing() -> None:
     started = KernelProcesses(TARGET, 2, at_once=False)
     assert started.wait() == 0 and started._nursery._process is None
     started.close()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_fork_comes_before_their_threads(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, found = threading.active_count(), list[int]()
+    monkeypatch.setattr(Nursery, "fork_here", lambda _: found.append(threading.active_count()))
+    monkeypatch.setattr(Nursery, "start", lambda _: None)
+    KernelProcesses(TARGET, 2, at_once=at_once).close()
+    assert found == [before] * at_once

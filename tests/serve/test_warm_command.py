@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from octavo.cli import load_command
+from octavo.errors import CheckpointError
 from octavo.ops._runtime.kernel_cache import triton as kernel_cache
 from octavo.serve import compile_ahead
 from octavo.serve.compile_ahead import CompilerThreads
@@ -37,8 +38,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     told: dict[str, Any] = {}
 
     class OnCpu(CompilerThreads):
-        def __init__(self, build: Any, config: Any, device: torch.device, max_len: int, processes: Any) -> None:
-            told.update(config=config, device=device, max_len=max_len, processes=processes)
+        def __init__(self, build: Any, config: Any, device: torch.device, max_len: int, *compiled: Any) -> None:
+            told.update(config=config, device=device, max_len=max_len, processes=compiled[0], kernels=compiled[1])
             super().__init__(build, config, CPU, max_len)
 
     build = __import__("octavo.serve.stand_in", fromlist=["x"]).build_stand_in
@@ -48,6 +49,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(compile_ahead, "processes_for", lambda device: f"processes of {device}")
     monkeypatch.setattr(kernel_cache, "use_checked_cache", lambda: told.update(is_checked=True))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     return told
 
 
@@ -62,6 +64,38 @@ def test_it_says_what_was_compiled_and_where_it_is(
     assert as_on_a_gpu["processes"] == "processes of cuda"
     assert as_on_a_gpu["is_checked"] and as_on_a_gpu["config"].max_num_seqs == 4
     assert as_on_a_gpu["max_len"] > 1 << 20 and as_on_a_gpu["device"].type == "cuda"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--quantization", "fp8", "--kv-cache-dtype", "fp8", "--kv-scales", "engine", "--attention-dtype", "fp8"),
+        ("--exact", "--dtype", "float32", "--max-model-len", "64", "--enforce-eager"),
+    ],
+    ids=["plain", "fp8", "others"],
+)
+def test_serve_looks_for_the_list_that_it_writes(
+    options: tuple[str, ...],
+    folder: Path,
+    as_on_a_gpu: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    run_octavo: RunOctavo,
+) -> None:
+    from octavo.serve.kernel_list import KernelList
+
+    sizes = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64")
+    assert run_octavo("warm", folder, *options, *sizes).code == 0
+
+    def load(path: Path, asked: dict[str, Any], config: Any) -> None:
+        as_on_a_gpu["served"] = KernelList(path, asked, config, torch.device("cuda"))
+        raise CheckpointError("there are no weights")
+
+    monkeypatch.setattr("octavo.serve.llm.compiling_ahead", load)
+    monkeypatch.setattr("octavo.serve.http.run_server", lambda build, *_: build())
+    ended = run_octavo("serve", folder, *options, *sizes, "--num-kv-pages", "4")
+    assert "there are no weights" in ended.err
+    assert as_on_a_gpu["served"].file == as_on_a_gpu["kernels"].file
 
 
 def test_what_does_not_compile_is_an_error(

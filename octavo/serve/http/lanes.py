@@ -1,36 +1,25 @@
 """Lanes: work beside the event loop, so much at a time and so much waiting; what is more is refused with 503.
 
-Threads do what is short whatever comes in; processes (octavo.serve.http.worker_process) the rest, for those can be
+Threads do what is short whatever comes in; processes (octavo.serve.worker_process) the rest, for those can be
 ended: by a limit of time or memory, or because the client has gone.
 """
 
 import asyncio
 import contextlib
-import logging
 import os
-import pickle
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from octavo.env import child_environment
 from octavo.errors import DataError
-from octavo.serve.engine.request import UnavailableError
-from octavo.serve.http import worker_process
 from octavo.serve.http.errors import BUSY_RETRY_S, ApiError
+from octavo.serve.nursery import Nursery
 
 T = TypeVar("T")
-
-# a program's start; a vocabulary of 150,000 tokens takes one second
-START_TIMEOUT_S = 60.0
-
-logger = logging.getLogger(__name__)
 
 
 class Lane:
@@ -70,104 +59,6 @@ class Lane:
     def _note_end(self, _: Future[Any]) -> None:
         with self._lock:
             self._num_open -= 1
-
-
-class Nursery:
-    """The process that forks the workers; it starts when the first one is wanted.
-
-    Args:
-        program: what they run, a module's name or a file that imports nothing of octavo; see worker_process.main.
-        setup: returns what the program's prepare() gets.
-    """
-
-    def __init__(self, program: str, setup: Callable[[], Any]) -> None:
-        self._program, self._setup = program, setup
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-        self._is_closed = False
-
-    def start(self) -> None:
-        """Start it, so that the first fork need not wait for it; one that does not start says so on the log."""
-        with contextlib.suppress(UnavailableError), self._lock:
-            if not self._is_closed:
-                self._running()
-
-    def fork(self, niceness: int) -> Connection:
-        """A new worker's socket.
-
-        Raises:
-            UnavailableError: the program did not start. What setup raises.
-        """
-        with self._lock:
-            control = self._running()
-            ours, theirs = socket.socketpair()
-            with theirs:
-                socket.send_fds(control, [bytes([niceness])], [theirs.fileno()])
-        return Connection(ours.detach())
-
-    def close(self) -> None:
-        """End it and its workers."""
-        self._is_closed = True
-        self._kill()  # also while it starts
-        with self._lock:
-            self._end()
-
-    def _running(self) -> socket.socket:
-        """The socket of a process that lives."""
-        if self._control is None or self._process is None or self._process.poll() is not None:
-            self._end()
-            self._control = self._start()
-        return self._control
-
-    def _start(self) -> socket.socket:
-        setup = self._setup()
-        ours, theirs = socket.socketpair()
-        path = None if self._program.endswith(".py") else sys.path
-        with theirs:
-            self._process = subprocess.Popen(
-                # -P: the folder's modules are not to be imported
-                [sys.executable, "-P", worker_process.__file__, str(theirs.fileno())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a Ctrl-C at the terminal is the server's, which drains
-                # a process with more than one thread must not fork; an arena a thread would count as address space
-                env=child_environment(
-                    TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MALLOC_ARENA_MAX="1"
-                ),
-            )
-        assert self._process.stdin is not None, "it is a pipe"
-        ours.settimeout(START_TIMEOUT_S)
-        try:
-            with self._process.stdin as pipe:
-                pickle.dump((path, self._program), pipe)
-                pickle.dump(setup, pipe)
-            answer = ours.recv(1024)
-            error = answer.decode() or "it died"
-        except (OSError, TimeoutError) as failure:
-            answer, error = b"", str(failure)
-        if answer != worker_process.READY:
-            ours.close()
-            self._end()
-            if not self._is_closed:
-                logger.error("a worker process did not start: %s", error)
-            raise UnavailableError(f"the process that this request needs did not start: {error}")
-        return ours
-
-    def _kill(self) -> None:
-        if (process := self._process) is not None and process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-    def _end(self) -> None:
-        self._kill()
-        if self._process is not None:
-            self._process.wait()
-        if self._control is not None:
-            self._control.close()
-        self._process = self._control = None
 
 
 class TooExpensiveError(ApiError):

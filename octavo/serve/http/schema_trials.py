@@ -11,7 +11,8 @@ from octavo.serve.engine import schema_worker
 from octavo.serve.engine.grammar import CompiledSchema, GrammarFactory
 from octavo.serve.engine.request import BusyError, UnavailableError
 from octavo.serve.http.config import ServerConfig
-from octavo.serve.http.lanes import Nursery, TooExpensiveError, WorkerLane
+from octavo.serve.http.lanes import TooExpensiveError, WorkerLane
+from octavo.serve.nursery import Nursery
 from octavo.serve.sampling_params import ParameterError
 
 # one that is hard shall not keep all others; each takes a core and up to ServerConfig.max_schema_memory_bytes

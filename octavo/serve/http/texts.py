@@ -10,7 +10,8 @@ from octavo.models.token_length import longest_token_chars
 from octavo.models.tokenizer import Tokenizer
 from octavo.serve.http import worker
 from octavo.serve.http.errors import ApiError
-from octavo.serve.http.lanes import Lane, Nursery, TooExpensiveError, WorkerLane
+from octavo.serve.http.lanes import Lane, TooExpensiveError, WorkerLane
+from octavo.serve.nursery import Nursery
 
 T = TypeVar("T")
 

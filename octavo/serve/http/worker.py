@@ -8,7 +8,7 @@ from typing import Any
 from octavo.models.chat import render
 from octavo.models.tokenizer import Tokenizer
 from octavo.serve.http.errors import ApiError
-from octavo.serve.http.worker_process import address_space
+from octavo.serve.worker_process import address_space
 
 # memory that a job may take beside what the worker has at its start
 JOB_BYTES = 1 << 30

@@ -1,5 +1,6 @@
 """Steps run without kernels that would have to be compiled, and name them."""
 
+import contextlib
 import pickle
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from triton import knobs
 
 from octavo.ops._runtime.kernel_cache.triton import use_checked_cache
 from octavo.ops._runtime.kernel_requests.triton import KernelRequest, compile_kernel, requesting_kernels
+from octavo.ops._runtime.registry import can_bypass_dispatcher
 from octavo.ops.norm import triton as kernels
 from octavo.testing.interpreter import is_interpreting
 from tests.ops.fake_gpu import TARGET, X, hopper, launch_norm, requests_of
@@ -41,16 +43,33 @@ def test_a_kernel_is_named_once_for_what_it_specializes_on() -> None:
 def test_what_was_compiled_is_found_and_launched() -> None:
     (request,) = requests_of(launch_norm)
     again: KernelRequest = pickle.loads(pickle.dumps(request))
-    assert not again.is_on_disk()
+    assert not again.entry().is_there()
     compile_kernel(again)
-    assert request.is_on_disk()
+    assert request.entry().is_there()
     with pytest.raises(AttributeError, match="FakeDriver"):  # it goes on to the launch
         requests_of(launch_norm)
     (file,) = Path(knobs.cache.dir).rglob("norm_rows.cubin")
     file.unlink()
     kernels.norm_rows.device_caches.clear()
     use_checked_cache()
-    assert not request.is_on_disk() and len(requests_of(launch_norm)) == 1
+    assert not request.entry().is_there() and len(requests_of(launch_norm)) == 1
+
+
+def test_those_that_are_met_are_told_on_disk_or_not() -> None:
+    requests = requests_of(launch_norm, lambda: launch_norm(X.float()))
+    compile_kernel(requests[0])
+    kernels.norm_rows.device_caches.clear()
+    found: list[KernelRequest] = []
+    with requesting_kernels(found.append) as entries:
+        for x in (X, X.float(), X.float()):
+            with contextlib.suppress(AttributeError):  # the launch of what was compiled
+                launch_norm(x)
+    assert found == requests[1:] and entries == {request.entry() for request in requests}
+
+
+def test_ops_need_no_dispatcher_within() -> None:
+    with requesting_kernels(lambda _: None), torch.no_grad():
+        assert can_bypass_dispatcher(X)
 
 
 def test_what_is_left_out_reads_as_zeros() -> None:

@@ -13,7 +13,8 @@ import pytest
 from octavo.errors import DataError
 from octavo.serve.engine.request import UnavailableError
 from octavo.serve.http.errors import ApiError
-from octavo.serve.http.lanes import Lane, Nursery, TooExpensiveError, WorkerLane
+from octavo.serve.http.lanes import Lane, TooExpensiveError, WorkerLane
+from octavo.serve.nursery import Nursery
 from tests.serve.http.running import Running
 
 

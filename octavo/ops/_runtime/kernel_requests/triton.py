@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from triton import knobs
+from torch.overrides import TorchFunctionMode
+from triton import __version__, knobs
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
@@ -27,7 +27,13 @@ from triton.runtime.driver import driver
 from octavo.ops._runtime.kernel_cache.triton import use_checked_cache
 from octavo.ops._runtime.launch.triton import settle_key
 
-_EMPTY = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
+_EMPTY = (
+    torch.empty,
+    torch.empty_like,
+    torch.empty_strided,
+    torch.Tensor.new_empty,
+    torch.Tensor.new_empty_strided,
+)
 
 
 class KernelRequest(NamedTuple):
@@ -53,25 +59,43 @@ class KernelRequest(NamedTuple):
         settle_key(kernel)
         return ASTSource(kernel, self.signature, self.constants, self.attributes)
 
-    def is_on_disk(self) -> bool:
-        """Whether Triton will find it in its cache."""
+    def entry(self) -> "CacheEntry":
+        """Where Triton keeps it."""
         source, backend = self.source(), make_backend(GPUTarget(*self.target))
         options = backend.parse_options(self.options | source.parse_options())
         key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
-        manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-        name = f"{source.name[:150]}.json"
-        return name in (manager.get_group(name) or {})
+        return CacheEntry(hashlib.sha256(key.encode()).hexdigest(), f"{source.name[:150]}.json")
+
+
+class CacheEntry(NamedTuple):
+    """A kernel in Triton's cache on disk."""
+
+    key: str
+    file: str
+
+    def is_there(self) -> bool:
+        """Whether Triton will find it."""
+        return self.file in (get_cache_manager(self.key).get_group(self.file) or {})
+
+
+def compiler_version() -> str:
+    """What a kernel's place in the cache depends on beside the kernel and the GPU."""
+    return f"triton {__version__} {sorted(get_cache_invalidating_env_vars().items())}"
 
 
 @contextlib.contextmanager
-def requesting_kernels(take: Callable[[KernelRequest], None]) -> Iterator[None]:
+def requesting_kernels(take: Callable[[KernelRequest], None]) -> Iterator[set[CacheEntry]]:
     """Let this thread launch no kernel that would have to be compiled: it is named to take() instead, once.
 
     New tensors hold zeros, for what such a kernel would have written is read by what does run. Other threads launch as
     ever. Where a jit_cache_hook is set already, nothing is left out.
+
+    Yields:
+        The kernels that the thread met, those that were on disk too.
     """
+    entries = set[CacheEntry]()
     if knobs.runtime.jit_cache_hook is not None:
-        yield
+        yield entries
         return
     thread, asked = threading.get_ident(), set[str]()
 
@@ -81,7 +105,8 @@ def requesting_kernels(take: Callable[[KernelRequest], None]) -> Iterator[None]:
         request = _request_of(fn.jit_function, compile)
         if (what := f"{request.module} {request.name} {key}") in asked:
             return True
-        if request.is_on_disk():
+        entries.add(entry := request.entry())
+        if entry.is_there():
             return False
         asked.add(what)
         take(request)
@@ -90,7 +115,7 @@ def requesting_kernels(take: Callable[[KernelRequest], None]) -> Iterator[None]:
     knobs.runtime.jit_cache_hook = hook
     try:
         with _ZerosForEmpty():
-            yield
+            yield entries
     finally:
         knobs.runtime.jit_cache_hook = None
 
@@ -109,17 +134,18 @@ def _request_of(kernel: Any, told: dict[str, Any]) -> KernelRequest:
     )
 
 
-class _ZerosForEmpty(TorchDispatchMode):
-    """Memory that an operation of this thread leaves as it is, filled with zeros."""
+class _ZerosForEmpty(TorchFunctionMode):
+    """Memory that a call of this thread leaves as it is, filled with zeros.
 
-    def __torch_dispatch__(
+    No TorchDispatchMode: octavo's ops would go through the dispatcher, and torch loads its compiler for a mode's first
+    operation, which takes seconds.
+    """
+
+    def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func._schema.name in _EMPTY:
-            assert isinstance(made, torch.Tensor), "each of these makes one"
-            made.zero_()
-        return made
+        return made.zero_() if func in _EMPTY else made
 
 
 class _NoGpu:

@@ -1,6 +1,6 @@
 """The program of worker processes: it loads what they need once, then forks one for each socket that it is sent.
 
-octavo.serve.http.lanes starts it, by its path: it imports nothing but the standard library and the program that it is
+octavo.serve.nursery starts it, by its path: it imports nothing but the standard library and the program that it is
 told to load, so that one for JSON schemas has no torch. Beside each worker is a process that ends it as soon as the
 server hangs up, and tells the server how it ended.
 """
@@ -15,8 +15,10 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import ModuleType
+from typing import Any
 
 READY = b"\0"
 # a worker that holds so much more address space than at its start is replaced: the next job shall find all of it
@@ -34,24 +36,29 @@ def main(control_fd: int) -> None:
     if path is not None:
         sys.path[:] = path
     with socket.socket(fileno=control_fd) as control:
-        try:
-            module = _load(program)
-            max_bytes = module.prepare(pickle.load(sys.stdin.buffer))
-        except BaseException as error:  # a panic of a library in Rust is no Exception
-            control.sendall(f"{type(error).__name__}: {error}".encode()[:1000])
+        serve(control, program, lambda: pickle.load(sys.stdin.buffer))
+
+
+def serve(control: socket.socket, program: str, setup: Callable[[], Any]) -> None:
+    """Load a program, say so, and fork until the server is gone; see main."""
+    try:
+        module = _load(program)
+        max_bytes = module.prepare(setup())
+    except BaseException as error:  # a panic of a library in Rust is no Exception
+        control.sendall(f"{type(error).__name__}: {error}".encode()[:1000])
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    control.sendall(READY)
+    while True:
+        message, sockets, _, _ = socket.recv_fds(control, 1, 1)
+        if not sockets:
             return
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        control.sendall(READY)
-        while True:
-            message, sockets, _, _ = socket.recv_fds(control, 1, 1)
-            if not sockets:
-                return
-            if os.fork() == 0:
-                control.close()
-                _keep(Connection(sockets[0]), module, message[0], max_bytes)
-                os._exit(0)
-            os.close(sockets[0])
+        if os.fork() == 0:
+            control.close()
+            _keep(Connection(sockets[0]), module, message[0], max_bytes)
+            os._exit(0)
+        os.close(sockets[0])
 
 
 def _load(program: str) -> ModuleType:

@@ -11,7 +11,7 @@ from octavo.env import set_cublas_workspace
 
 @contextlib.contextmanager
 def deterministic(is_wanted: bool) -> Iterator[None]:
-    """Let torch's ops add in a fixed order while the block runs; one that cannot warns.
+    """Let torch's ops add in a fixed order while the block runs; one that cannot raises a RuntimeError that names it.
 
     On a GPU this is attention's backward and cuBLAS's workspace. On a CPU nothing changes, where sums have an order.
     """
@@ -22,7 +22,7 @@ def deterministic(is_wanted: bool) -> Iterator[None]:
     memory: Any = torch.utils.deterministic
     was_filling, was_on = memory.fill_uninitialized_memory, torch.are_deterministic_algorithms_enabled()
     was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)  # with warn_only, attention's backward warns and adds in any order
     memory.fill_uninitialized_memory = False  # it finds bugs, and takes a pass over all memory
     try:
         yield

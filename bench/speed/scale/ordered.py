@@ -5,11 +5,11 @@ import dataclasses
 import torch
 
 from bench.speed.scale.models import build, make_tokens, shape
-from bench.speed.scale.reductions import deterministic
 from bench.speed.scale.session import Session
 from octavo.distributed.mesh import Mesh
 from octavo.distributed.shards import cut, local
 from octavo.models import Decoder
+from octavo.run.determinism import deterministic
 from octavo.train.data import Batch
 from octavo.train.step import summed_loss
 
@@ -38,7 +38,7 @@ def _compare(session: Session, case: str, recipe: str, num_replicas: int) -> Non
     config = shape(session, NUM_LAYERS)
     length = min(NUM_TOKENS, config.max_position_embeddings)
     batches = [make_tokens(config, 1, length, seed=i) for i in range(NUM_OWN * everyone.world_size)]
-    with deterministic():
+    with deterministic(True):
         model, _ = build(session, config, recipe)
         wanted = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
         losses = []

@@ -1,10 +1,6 @@
 """`reductions`: what fp32 parameters and gradients, ordered sums and deterministic attention add to a step."""
 
-import contextlib
 import dataclasses
-import os
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -12,6 +8,7 @@ from bench.speed.scale.layers import TrainStep
 from bench.speed.scale.models import build, seq_len, shape
 from bench.speed.scale.session import Session
 from octavo.parallel.fsdp import Reduction
+from octavo.run.determinism import deterministic
 from octavo.run.optimizer import MasterAdamW
 from octavo.run.sections import OptimizerSection
 
@@ -62,7 +59,7 @@ def _measure(session: Session, kind: Kind, times: dict[Kind, float]) -> None:
     state = "fp32" if kind.dtype == torch.float32 else "bf16"
     master = "fp32" if kind.dtype == torch.float32 else "none"
     optimizer = MasterAdamW(model, OptimizerSection(lr=1e-5, state_dtype=state, master_weights=master))
-    with deterministic() if kind.is_deterministic else contextlib.nullcontext():
+    with deterministic(kind.is_deterministic):
         steps = session.time_step(TrainStep(session, model, optimizer), warmup=2, timed=6)
     label = f"Qwen3-8B ({config.num_layers} layers), {seq_len(session)} tokens a GPU, blockwise, octavo.train.step"
     again = ", again" if kind in times else ""
@@ -72,18 +69,3 @@ def _measure(session: Session, kind: Kind, times: dict[Kind, float]) -> None:
     if peer[1] is not None:
         session.record.add_ratio(f"{label}: {kind}{again}", "step time over its baseline", steps.ms / peer[1], peer[0])
     times.setdefault(kind, steps.ms)
-
-
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    """torch's attention adds its gradients in a fixed order."""
-    switches: Any = torch.utils.deterministic
-    fills = switches.fill_uninitialized_memory
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    switches.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-        switches.fill_uninitialized_memory = fills

@@ -1,11 +1,13 @@
 """The scaled GEMM in exact mode on a GPU: the library's, with M padded to a few sizes, and a check that this suffices.
 
 cuBLASLt chooses a kernel by M. On an H200 a row's bits were the same at every size that M is padded to, for the shapes
-that were tried; no document promises it. So no product runs at a size that was not compared first, for its shape, in
-this process: the sizes up to 4,096 with the first product, each larger one when it first comes.
+that were tried but one; no document promises it. So no product runs at a size that was not compared first, for its
+shape, in this process: the sizes up to 4,096 with the first product, each larger one when it first comes. Where one
+differs, products are padded to the next that does not.
 Legend: M tokens, N out, K in.
 """
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -21,6 +23,8 @@ BUCKETS = (64, 128, 256, 512)  # and every multiple of the last
 ROW_LOCAL = ("per_row", "block_1x128")
 CHECKED_ROWS = (*BUCKETS, *range(2 * BUCKETS[-1], 4097, BUCKETS[-1]))  # with a shape's first product
 _SEED = 20_26
+
+logger = logging.getLogger(__name__)
 
 
 class GemmProblem(NamedTuple):
@@ -53,16 +57,16 @@ def scaled_mm_exact(
     Returns:
         [M, N] of out_dtype.
     Raises:
-        BackendError: at the first product of a shape and size whose rows depend on their neighbours, or where that
-            cannot be checked because a CUDA graph is being captured.
+        BackendError: at a product whose rows depend on their neighbours at every size, or where that cannot be checked
+            because a CUDA graph is being captured.
     """
     layout = library.layout_of(a.qdata.shape, a.scaling, b.qdata.shape, b.scaling)
     if layout.is_decoded or a.scaling.kind not in ROW_LOCAL:
         return scaled_mm_reference(a, b, bias, out_dtype)
     bias_dtype = None if bias is None else bias.dtype
     N, K = b.shape
-    rows, padded = a.shape[0], bucket_of(a.shape[0])
-    check_rows(GemmProblem(a.scaling, b.scaling, N, K, out_dtype, bias_dtype, a.device), padded)
+    rows = a.shape[0]
+    padded = padded_rows(GemmProblem(a.scaling, b.scaling, N, K, out_dtype, bias_dtype, a.device), rows)
     return library.scaled_mm_cuda(pad_rows(a, padded), b, bias, out_dtype)[:rows]
 
 
@@ -75,36 +79,48 @@ def pad_rows(a: QuantizedTensor, rows: int) -> QuantizedTensor:
     return QuantizedTensor(codes, scale, a.scaling)
 
 
-_checked: dict[GemmProblem, set[int]] = {}  # the values of M
+_checked: dict[GemmProblem, dict[int, bool]] = {}  # whether rows have their bits at a value of M
 
 
-def check_rows(product: GemmProblem, rows: int) -> None:
-    """Compare rows of random operands, at random places of a product of so many rows, with the same among 4,096.
+def padded_rows(product: GemmProblem, rows: int) -> int:
+    """What so many rows are padded to: the first size, from their bucket on, at which rows have the product's bits.
 
-    With a shape's first product all of CHECKED_ROWS are compared too.
+    Rows of random operands, at random places of a product of that size, are compared with the same among 4,096: with a
+    shape's first product at all of CHECKED_ROWS, at a larger size when it first comes.
 
-    Args:
-        rows: M of the product to come, padded; what was checked is not checked again.
     Raises:
         BackendError: naming the product and the sizes that differ; or a CUDA graph is being captured.
     """
-    known = _checked.get(product)
-    if known is not None and rows in known:
-        return
+    first, most = bucket_of(rows), CHECKED_ROWS[-1]
+    sizes = [size for size in CHECKED_ROWS if size >= first] or [*range(first, first + most, BUCKETS[-1])]
+    known, tried = _checked.get(product), []
+    for size in sizes if first in sizes else [first, *sizes]:
+        if known is None or size not in known:
+            known = _check(product, size)
+        if known[size]:
+            return size
+        tried.append(size)
+    raise BackendError(
+        f"exact mode needs a GEMM whose rows do not depend on their neighbours, and this library's does for "
+        f"{describe(product)}: bits differ at M = {', '.join(map(str, tried))} from those at M = {most}; use "
+        "exact=False, another recipe, or OCTAVO_FORCE_REFERENCE=1 (slow)"
+    )
+
+
+def _check(product: GemmProblem, rows: int) -> dict[int, bool]:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise BackendError(
             f"the first exact product of a shape, and of a number of rows beyond {CHECKED_ROWS[-1]}, is checked, which "
             f"a CUDA graph cannot hold; run {describe(product)} with M = {rows} once before the capture"
         )
-    sizes = {rows} if known is not None else {*CHECKED_ROWS, rows}
-    differing = find_dependent_rows(product, sorted(sizes))
+    known = _checked.setdefault(product, {})
+    sizes = sorted({rows} if known else {*CHECKED_ROWS, rows})
+    differing = find_dependent_rows(product, sizes)
     if differing:
-        raise BackendError(
-            f"exact mode needs a GEMM whose rows do not depend on their neighbours, and this library's does for "
-            f"{describe(product)}: bits differ at M = {', '.join(map(str, differing))} from those at M = "
-            f"{CHECKED_ROWS[-1]}; use exact=False, another recipe, or OCTAVO_FORCE_REFERENCE=1 (slow)"
-        )
-    _checked.setdefault(product, set()).update(sizes)
+        text = "exact mode: %s has other bits at M = %s; products of these sizes are padded further"
+        logger.warning(text, describe(product), ", ".join(map(str, differing)))
+    known.update({size: size not in differing for size in sizes})
+    return known
 
 
 def find_dependent_rows(

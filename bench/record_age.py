@@ -32,12 +32,21 @@ _SHARDED = (
     *(f"octavo/parallel/{name}.py" for name in ("copy_engine_gather", "fp8_all_gather", "fsdp", "sharded_weight")),
     "octavo/distributed/symmetric.py",
 )
+_SCALE = (*_LOOP, *_SHARDED, *_WIRE, "octavo/distributed/fp8_hook.py", "octavo/parallel/gather.py")
+_RESTART = ("octavo/distributed", "octavo/parallel", "octavo/run", "octavo/train")
+_TENSOR = (
+    *_ENGINE,
+    *(f"octavo/distributed/{name}.py" for name in ("one_shot", "tensor_group")),
+    *(f"octavo/parallel/{name}.py" for name in ("lend", "tensor_parallel")),
+    "octavo/rl/engines/dealt.py",
+)
 _TRAINERS = ("deepspeed.py", "huggingface.py", "megatron", "peft.py")
 # record -> what a change of would make it older
 CODE: dict[str, tuple[str, ...]] = {
     "capacity": _TRAINER,
     "convergence": _TRAINER,
     "comm": _WIRE,
+    "comm_4_gpus": _WIRE,
     "corpus": ("bench/training/corpus.py",),
     "gemm": ("octavo/ops/gemm/scaled_mm", "octavo/ops/gemm/skinny_mm"),
     "host_time": _LINEAR,
@@ -65,18 +74,16 @@ CODE: dict[str, tuple[str, ...]] = {
     "rl_learning": _LOOP,
     "rl_matrix": _LOOP,
     "reduction_gap": ("octavo/distributed/fp8_hook.py", *_WIRE),
-    "scale": (*_LOOP, *_SHARDED, *_WIRE, "octavo/distributed/fp8_hook.py", "octavo/parallel/gather.py"),
+    "restart_4_gpus": _RESTART,
+    "scale": _SCALE,
+    "scale_4_gpus": _SCALE,
     "serve": _ENGINE,
     "serve_2d966c2": _ENGINE,
     "sizes": _LINEAR,
     "step": (*_LINEAR, "octavo/models"),
     "step_host": _ENGINE,
-    "tensor": (
-        *_ENGINE,
-        *(f"octavo/distributed/{name}.py" for name in ("one_shot", "tensor_group")),
-        *(f"octavo/parallel/{name}.py" for name in ("lend", "tensor_parallel")),
-        "octavo/rl/engines/dealt.py",
-    ),
+    "tensor": _TENSOR,
+    "tensor_4_gpus": _TENSOR,
     "trainers": (*_LINEAR, *(f"octavo/integrations/{name}" for name in _TRAINERS)),
     "tree_loops": (*_LOOP, "octavo/serve"),
     "trees": _ENGINE,
@@ -90,7 +97,7 @@ AWAITED: dict[str, tuple[str, ...]] = {
     "fsdp_1024_tokens": (*_LINEAR, *_SHARDED),
     "fsdp_4096_tokens": (*_LINEAR, *_SHARDED),
     "fsdp_trace_2048_tokens": (*_LINEAR, *_SHARDED),
-    "restart": ("octavo/distributed", "octavo/parallel", "octavo/run", "octavo/train"),
+    "restart": _RESTART,
 }
 _NO_CODE = ":!octavo/nn/speed_table.json"  # which a benchmark writes
 

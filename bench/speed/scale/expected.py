@@ -1,8 +1,8 @@
 """What N GPUs are expected to do, from the records of one and two: `python -m bench.speed.scale.expected`.
 
-Written before any machine of four or eight GPUs was seen. A figure is a formula here over bench/records, so that anyone
-can make it again; `why` says it in a line. The command writes the table of docs/distributed.md; `octavo bench scale
---gpus N` prints the figures beside what it measured.
+Written before any machine of four or eight GPUs was seen; records of four (scale_4_gpus and its like) stand beside it.
+A figure is a formula here over bench/records, so that anyone can make it again; `why` says it in a line. The command
+writes the table of docs/distributed.md; `octavo bench scale --gpus N` prints the figures beside what it measured.
 """
 
 import dataclasses
@@ -288,15 +288,30 @@ def _grpo(num_gpus: int) -> list[Expected]:
 
 
 def table(_: str = "") -> str:
-    """The page's rows, as Markdown; figures of one name share a cell."""
-    cells: dict[str, dict[int, list[str]]] = {}
+    """The page's rows, as Markdown, beside what records of so many GPUs have; figures of one name share a cell."""
+    cells: dict[str, dict[str, list[str]]] = {}
+    headings: list[str] = []
     for num_gpus in NUM_GPUS:
+        found = {path.stem.partition("_")[0]: Figures.load(path) for path in measured_on(num_gpus)}
+        columns = [f"{num_gpus} GPUs, expected", *([f"{num_gpus} GPUs, measured"] if found else [])]
+        headings += columns
         for row in expect(num_gpus):
             if row.in_page:
-                value = f"{row.value:.3g}" if row.value < 1000 else f"{row.value:,.0f}"
-                cells.setdefault(row.in_page, {n: [] for n in NUM_GPUS})[num_gpus].append(value)
-    rows = [[name, *("; ".join(columns[n]) for n in NUM_GPUS)] for name, columns in cells.items()]
-    return markdown(["", *(f"{n} GPUs" for n in NUM_GPUS)], rows)
+                figures = found.get(row.record)
+                values = (row.value, None if figures is None else figures.value(row.case, row.metric))
+                for column, value in zip(columns, values, strict=False):
+                    cells.setdefault(row.in_page, {}).setdefault(column, []).append(_cell(value))
+    rows = [[name, *("; ".join(columns[heading]) for heading in headings)] for name, columns in cells.items()]
+    return markdown(["", *headings], rows)
+
+
+def measured_on(num_gpus: int) -> list[Path]:
+    """The records of so many GPUs."""
+    return sorted((ROOT / RECORDS).glob(f"*_{num_gpus}_gpus.json"))
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def main() -> int:

@@ -18,6 +18,7 @@ from octavo.models import ModelConfig
 from octavo.models.chat import describe_template
 from octavo.models.checkpoint.dialects import read_config
 from octavo.serve import LLM
+from octavo.serve.compile_ahead import fork_ahead
 from octavo.serve.engine import Engine, EngineConfig, served_tokens
 from octavo.serve.model_choice import as_dtype, check_checkpoint, eos_ids_of_generation
 from octavo.serve.tensor_workers import EngineOrder, TensorParallel, chosen_device
@@ -115,6 +116,8 @@ def command(
 
             devices = split_devices(data_parallel_size, tensor_parallel_size, chosen_device(device))
             raise typer.Exit(run_router(asked.build, config, host, port, devices=devices))
+        if tensor_parallel_size == 1:
+            fork_ahead(chosen_device(device))
         raise typer.Exit(run_server(asked.build, config, host, port))
 
 

@@ -35,6 +35,7 @@ NUM_THREADS = 4  # twelve were no faster on 16 cores: Python's lock holds them u
 FIRST_TOKENS = 256  # of the steps whose kernels are waited for without a warm-up
 
 logger = logging.getLogger(__name__)
+_forked: list["KernelProcesses"] = []
 
 
 class Job(NamedTuple):
@@ -208,14 +209,23 @@ def _start(path: Path, asked: dict[str, Any], config: EngineConfig) -> CompilerT
     with contextlib.suppress(OctavoError):  # which loading raises as well
         kernels = KernelList(path, asked, config, device)
         if kernels.is_complete():
+            while _forked:
+                _forked.pop().close()
             return None
-        processes = processes_for(device)  # a fork, before this process has a context on the GPU
+        # a fork, before this process has a context on the GPU
+        processes = _forked.pop() if _forked else processes_for(device)
         if has_room(path, asked, torch.cuda.mem_get_info(device)[0]):
             build = functools.partial(build_stand_in, path, asked, device)
             return CompilerThreads(build, config, device, processes=processes, kernels=kernels)
         processes.close()
         logger.info("kernels are compiled when the weights are there: both at once would take more memory than is free")
     return None
+
+
+def fork_ahead(device: torch.device) -> None:
+    """Fork now what compiles the next checkpoint's kernels: a server has threads by then, and must not."""
+    if device.type == "cuda":
+        _forked.append(processes_for(device))
 
 
 def processes_for(device: torch.device, *, at_once: bool = True) -> "KernelProcesses":

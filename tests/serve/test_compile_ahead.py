@@ -19,7 +19,14 @@ from octavo.errors import CheckpointError
 from octavo.models import Decoder, load_model, save_model
 from octavo.nn import Linear, live_tensors, pin_codes
 from octavo.serve import compile_ahead, model_choice
-from octavo.serve.compile_ahead import CompilerThreads, Job, compile_missing, compiling_ahead, jobs_of
+from octavo.serve.compile_ahead import (
+    CompilerThreads,
+    Job,
+    compile_missing,
+    compiling_ahead,
+    fork_ahead,
+    jobs_of,
+)
 from octavo.serve.engine import EngineConfig
 from octavo.serve.engine import engine as engine_module
 from octavo.serve.engine.model_runner import ModelRunner
@@ -418,6 +425,25 @@ def test_it_begins_before_the_weights_and_ends_after_them(
     with compiling_ahead(checkpoint(tmp_path), ASKED | {"device": device}, config):
         told.append("load")
     assert told == expected
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_a_server_forks_its_processes_before_it_has_threads(
+    is_complete: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next checkpoint takes them; where all kernels are there, they end."""
+    told = fake_gpu(monkeypatch, is_complete=is_complete)
+    fork_ahead(CPU)
+    assert told == []
+    fork_ahead(torch.device("cuda"))
+    assert told == ["processes"]
+    path = checkpoint(tmp_path)
+    for first in (True, False):
+        told.clear()
+        with compiling_ahead(path, ASKED | {"device": "cuda"}, CONFIG):
+            told.append("load")
+        own = ["close"] if is_complete and first else [] if is_complete else BEGUN[2 + first :]
+        assert told == ["checked", "list", *own, "load", *([] if is_complete else ["finish early=False"])]
 
 
 def test_an_error_of_loading_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

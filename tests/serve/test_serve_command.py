@@ -218,6 +218,19 @@ def test_former_names_of_options_are_taken_with_a_warning(
     assert (tuple(found), warned) == (wanted, said)
 
 
+@pytest.mark.parametrize("options", [(), ("-tp", "2")])
+def test_kernels_are_compiled_by_a_fork_from_before_the_server(
+    options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_octavo: RunOctavo
+) -> None:
+    """But for a model that is cut, which compiles none beside its loading."""
+    told: list[object] = []
+    monkeypatch.setattr(Asked, "check", lambda _: None)
+    monkeypatch.setattr("octavo.cli.serve.fork_ahead", told.append)
+    monkeypatch.setattr("octavo.serve.http.run_server", lambda *_: told.append("server") or 0)
+    assert run_octavo("serve", tmp_path, "--device", "cpu", *options).code == 0
+    assert told == [*([] if options else [torch.device("cpu")]), "server"]
+
+
 def test_replicas_are_told_what_one_server_would_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_octavo: RunOctavo
 ) -> None:

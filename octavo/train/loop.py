@@ -12,6 +12,7 @@ import torch
 from octavo.distributed.agreement import check_agreement, describe_process
 from octavo.distributed.mesh import Mesh
 from octavo.distributed.outcome import together
+from octavo.env import set_cublas_workspace
 from octavo.errors import ConfigError
 from octavo.models import Decoder, Tokenizer
 from octavo.models.checkpoint.storage import check_writable
@@ -113,12 +114,15 @@ def train(
         StorageError: run.dir cannot be written (asked before any work), or a checkpoint could not be, and then the
             message names the last good one.
     Exactness: on a CPU, with one number of threads, a run that was killed and resumed ends with the bits of one that
-        was not. On a GPU the same state is restored, but torch's attention adds its gradients in no fixed order. With
-        parallel.reduction = "ordered" a run on several ranks has the bits of one on a single process.
+        was not. On a GPU the same state is restored, but torch's attention adds its gradients in no fixed order unless
+        run.deterministic is set. With parallel.reduction = "ordered" a run on several ranks has the bits of one on a
+        single process.
     """
     check_writable(config.run.dir, "run.dir")
     require_sinks("metrics", wandb=config.metrics.wandb, mlflow=config.metrics.mlflow)
     find_device(config.run.device)
+    if config.run.deterministic:
+        set_cublas_workspace()  # before any product: cuBLAS is asked once
     mesh = Mesh.from_config(config.parallel, config.run.device)
     run = _Run.build(config, mesh)
     num_bytes = num_checkpoint_bytes(run.model, run.optimizer, run.export())

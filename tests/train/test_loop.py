@@ -15,6 +15,7 @@ from octavo.models import load_tokenizer
 from octavo.parallel.staging import HostCopies
 from octavo.run.metrics import Row, read_metrics
 from octavo.train import TrainResult, train
+from octavo.train.loop import _Run
 from octavo.train.step import train_step
 from tests.assertions import assert_raises
 
@@ -105,6 +106,24 @@ def test_resume_is_bit_equal(make_config, monkeypatch, fields):
 
 def test_same_run_twice_is_the_same(make_config: MakeConfig, whole: TrainResult) -> None:
     assert_same(whole, quiet(make_config()))
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_deterministic_run_asks_for_cublas_order_before_any_product(
+    wanted: bool, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch asks for it at its first product, and never again."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    seen: list[str | None] = []
+
+    def build(*_: object) -> None:
+        seen.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+        raise DataError("stop")
+
+    monkeypatch.setattr(_Run, "build", build)
+    with pytest.raises(DataError, match="stop"):
+        train(make_config("run", run={"deterministic": wanted}))
+    assert seen == [":4096:8" if wanted else None]
 
 
 def test_cutting_into_micro_batches_changes_rounding_only(make_config: MakeConfig) -> None:

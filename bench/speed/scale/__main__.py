@@ -17,6 +17,7 @@ from bench.speed.scale.saving import save
 from bench.speed.scale.session import Session
 from bench.speed.scale.whole import whole, whole_2k
 from octavo.distributed.mesh import Mesh
+from octavo.env import set_cublas_workspace
 
 _DEFAULT = (layers18, layers36, ddp, reductions, save, grpo)
 _ASKED_FOR = (ordered, whole, whole_2k, grpo_quick)  # `octavo bench scale --gpus` asks for some
@@ -41,11 +42,14 @@ def main(arguments: list[str] | None = None, mesh: Mesh | None = None) -> int:
         "parts check what their rows say. Sums of layers36 and save are fp32. whole: bf16, and delayed with "
         "update_every='step'; losses are checked against one GPU's."
     )
+    names = options.only or [part.__name__ for part in _DEFAULT]
+    if {"ordered", "reductions"} & {*names}:
+        set_cublas_workspace()  # of which deterministic runs are made; before any product
     torch.manual_seed(0)  # a checkpoint's random-number state is one for all ranks
     save_dir = options.save_dir or options.out or Path("runs")
     record = Record("scale", what, device=options.device)
     session = Session(ranks, record, options.toy, save_dir, options.out, options.commit, options.profile)
-    status = session.run(PARTS, options.only or [part.__name__ for part in _DEFAULT])
+    status = session.run(PARTS, names)
     if mesh is None:
         ranks.close()
     return status

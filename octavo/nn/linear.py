@@ -87,7 +87,8 @@ class Linear(WeightHolder):
         self.follows_autocast = False
         self.input_scale: torch.Tensor | None = None
         self._input_quant_scale: torch.Tensor | None = None
-        nn.init.kaiming_uniform_(self.weight, a=5**0.5)
+        if not self.weight.is_meta:  # there it takes a ms and fills nothing
+            nn.init.kaiming_uniform_(self.weight, a=5**0.5)
 
     def extra_repr(self) -> str:
         recipe = self.recipe.name if self.recipe else None

@@ -46,6 +46,7 @@ def time_calls(
     warmup: int = 5,
     device: str = "cuda",
     head_start_cycles: int = HEAD_START_CYCLES,
+    align: Callable[[], object] = lambda: None,
 ) -> dict[str, Timing]:
     """Time each call `repeats` times, in turn.
 
@@ -55,18 +56,22 @@ def time_calls(
         warmup: calls of each before, which also compile.
         device: "cuda" (events, L2 flushed) or "cpu" (wall clock).
         head_start_cycles: for which the GPU waits before each call, so that the CPU can queue the whole of it.
+        align: called before each, untimed; of collectives what lets all ranks begin one at once.
     Returns:
         name -> Timing.
     """
     for call in calls.values():
         for _ in range(warmup):
             call()
-    samples = _measure_cuda(calls, repeats, head_start_cycles) if device == "cuda" else _measure_cpu(calls, repeats)
+    if device == "cuda":
+        samples = _measure_cuda(calls, repeats, head_start_cycles, align)
+    else:
+        samples = _measure_cpu(calls, repeats, align)
     return {name: summarize(times) for name, times in samples.items()}
 
 
 def _measure_cuda(
-    calls: Mapping[str, Callable[[], object]], repeats: int, head_start_cycles: int
+    calls: Mapping[str, Callable[[], object]], repeats: int, head_start_cycles: int, align: Callable[[], object]
 ) -> dict[str, list[float]]:
     flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
@@ -76,6 +81,7 @@ def _measure_cuda(
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             flush.zero_()
             torch.cuda._sleep(head_start_cycles)  # else a short call would be timed with its launch
+            align()
             start.record()
             call()
             end.record()
@@ -84,10 +90,13 @@ def _measure_cuda(
     return {name: [start.elapsed_time(end) * 1e3 for start, end in pairs] for name, pairs in events.items()}
 
 
-def _measure_cpu(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+def _measure_cpu(
+    calls: Mapping[str, Callable[[], object]], repeats: int, align: Callable[[], object]
+) -> dict[str, list[float]]:
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
+            align()
             start = time.perf_counter()
             call()
             samples[name].append((time.perf_counter() - start) * 1e6)

@@ -3,7 +3,8 @@
 NCCL on GPUs (set NCCL_NVLS_ENABLE=0 where multicast is to be off), gloo on a CPU; all_reduce_q goes through the ranks'
 memory where it serves. A size is that of the whole bf16
 tensor; "FP8 bytes" are as many bytes as it has elements, without quantization. First each FP8 collective is held to
-what it promises, on every rank; then all calls of a size are timed round-robin on each rank, and rank 0's are written.
+what it promises, on every rank; then all calls of a size are timed round-robin on each rank, behind a collective that
+lets all begin at once, and rank 0's are written.
 """
 
 import os
@@ -112,8 +113,14 @@ def measure(record: Record, size: float, options: Any) -> None:
     made = make_calls(numel, options.device)
     wanted = {name for kept in made if keeps(options, kept) for name in (kept, PEERS.get(kept, kept))}
     calls = {name: call for name, call in made.items() if name in wanted}
-    dist.barrier()
-    timings = time_calls(calls, repeats=options.repeats, warmup=WARMUP, device=options.device)
+    token = torch.zeros(1, device=options.device)
+    timings = time_calls(
+        calls,
+        repeats=options.repeats,
+        warmup=WARMUP,
+        device=options.device,
+        align=lambda: dist.all_reduce(token),  # after calls of one rank alone the last would be waited for
+    )
     for name, timing in timings.items():
         peer = PEERS.get(name)
         case, base = f"{name}, {size:g} MiB", None if peer is None else timings[peer].median_us

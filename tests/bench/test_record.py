@@ -11,8 +11,8 @@ from bench.record import Record, Timing, time_calls
 def test_calls_are_timed_in_turn() -> None:
     order: list[str] = []
     calls = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
-    timings = time_calls(calls, repeats=3, warmup=1, device="cpu")
-    assert order == ["a", "b"] + ["a", "b"] * 3
+    timings = time_calls(calls, repeats=3, warmup=1, device="cpu", align=lambda: order.append("|"))
+    assert order == ["a", "b"] + ["|", "a", "|", "b"] * 3
     assert all(0 < t.p20_us <= t.median_us <= t.p80_us for t in timings.values())
 
 

@@ -152,8 +152,8 @@ WORKLOADS = {
             peers={"fp8-kv": Peer(VLLM, 260)},
         ),
         Workload(
-            *("30b-a3b-256x512", "Qwen3-30B-A3B", 256, (512, 512), (1024, 1024), ("bf16", "fp8-kv")),
-            peers={"fp8-kv": Peer(VLLM, 16_617)},
+            *("30b-a3b-256x512", "Qwen3-30B-A3B", 256, (512, 512), (1024, 1024), ("bf16", "fp8-kv", "rowwise-kv")),
+            peers={"fp8-kv": Peer(VLLM, 16_617), "rowwise-kv": Peer(VLLM, 16_617)},
         ),
         _gpt_j("gptj-1", 1),
         _gpt_j("gptj-8", 8),

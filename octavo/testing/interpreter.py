@@ -13,7 +13,7 @@ from typing import Any
 
 from octavo.errors import BackendError
 
-VERIFIED_TRITON = ("3.6.0", "3.7.1")
+VERIFIED_TRITON = ("3.6.0", "3.7.1", "3.8.0")
 
 
 def is_interpreting() -> bool:

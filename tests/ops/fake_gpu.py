@@ -31,7 +31,7 @@ class FakeGpu:
         self.device, self.stack = 0, monkeypatch
         self.compiled: Any = object.__new__(CompiledKernel)
         self.compiled._run = lambda *values: self.direct.append(values)
-        self.compiled.module, self.compiled.function, self.compiled.packed_metadata = object(), 17, b"packed"
+        self.compiled.module, self.compiled.function, self.compiled.packed_metadata = None, 17, b"packed"
         self.compiled.metadata = types.SimpleNamespace(target=GPUTarget("cuda", 90, 32))
 
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **fixed: Any) -> Any:

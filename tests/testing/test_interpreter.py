@@ -60,5 +60,5 @@ def test_an_unknown_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(triton, "__version__", "9.9.9")
-    with pytest.raises(BackendError, match=r"private names of triton 3\.6\.0, 3\.7\.1, got 9\.9\.9"):
+    with pytest.raises(BackendError, match=r"private names of triton 3\.6\.0, 3\.7\.1, 3\.8\.0, got 9\.9\.9"):
         interpreter.correct_interpreter()

@@ -67,6 +67,7 @@ class CompiledLaunch(NamedTuple):
     function: int
     metadata: Any
     constants: tuple[Any, ...]
+    kernel: CompiledKernel  # triton 3.8 unloads the code of one that goes
 
     def launch(self, grid: tuple[int, int, int], stream: int, *values: Any) -> None:
         """Launch on a stream of the device that this was compiled for; values are addresses in the place of tensors."""
@@ -146,7 +147,7 @@ class Launcher:
         constants = tuple(self._fixed[name] for name in names if name in self._fixed)
         last = names[len(names) - len(constants) :]
         assert all(name in self._fixed for name in last), f"the constants of {self.kernel} are not its last: {names}"
-        return CompiledLaunch(made.run, made.function, made.packed_metadata, constants)
+        return CompiledLaunch(made.run, made.function, made.packed_metadata, constants, made)
 
 
 def launcher_of(kernel: Any, **fixed: Any) -> Launcher:

@@ -58,6 +58,34 @@ def lines(
     _save(figure, axes, path, title)
 
 
+def curves_over_gpus(
+    path: Path,
+    measured: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]],
+    expected: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]],
+    *,
+    title: str,
+) -> None:
+    """Panels side by side over the number of GPUs, one for each label of `measured`: solid lines a layout, and what was
+    expected of it dashed."""
+    figure = _empty_figure(11.0, 4.2)
+    for axes, label in zip(figure.subplots(1, len(measured)), measured, strict=True):
+        for index, (name, points) in enumerate(measured[label].items()):
+            axes.plot(*zip(*points, strict=True), color=_COLORS[index], marker="o", markersize=4, label=name)
+            dashed = expected[label].get(name)
+            if dashed:
+                axes.plot(*zip(*dashed, strict=True), color=_COLORS[index], marker="o", markersize=3, linestyle=":")
+        axes.set_xscale("log", base=2)
+        ticks = sorted({x for each in (measured, expected) for points in each[label].values() for x, _ in points})
+        axes.set_xticks(ticks, list(map(str, ticks)))
+        axes.set_xlabel("GPUs")
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+        axes.grid(color="#e3e6ea")
+    axes.legend(fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    _write(figure, path)
+
+
 # Benchmarks whose chart is a bar a case: the metric, the title, what the bars' numbers are.
 _BARS = {
     "step": (STEP_TIME, "a training step", "ms a step"),

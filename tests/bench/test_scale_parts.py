@@ -126,6 +126,13 @@ def test_misses_are_marked_and_what_did_not_fit_is_said(tmp_path: Path) -> None:
     assert "expected 0, measured 1; expected: bits do not depend on" in lines[0] and "DDP" in lines[1]
 
 
+def test_curves_over_gpus_have_what_was_measured_beside_what_was_expected(tmp_path: Path) -> None:
+    expected.draw(tmp_path / "gpus.svg")
+    drawn = (tmp_path / "gpus.svg").read_text(encoding="utf-8")
+    assert all(text in drawn for text in ("ms a step", "GiB a GPU", "bf16, FSDP2", "delayed, HSDP", "delayed, DDP"))
+    assert "bf16, DDP" not in drawn, "its record is one of memory that ended"
+
+
 def test_the_page_has_what_is_expected() -> None:
     page = expected.PAGE.read_text(encoding="utf-8")
     assert fill_marks(page, "expected", ("gpus",), expected.table) == page, "run python -m bench.speed.scale.expected"

@@ -7,10 +7,12 @@ writes the table of docs/distributed.md; `octavo bench scale --gpus N` prints th
 
 import dataclasses
 import functools
+import itertools
 import statistics
 import sys
 from pathlib import Path
 
+from bench.charts import curves_over_gpus
 from bench.figures import Figures, fill_marks, markdown
 from bench.options import RECORDS
 from bench.processes import ROOT
@@ -314,10 +316,35 @@ def _cell(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
+def draw(path: Path) -> None:
+    """Step time and memory of the whole model against the number of GPUs, measured and expected."""
+    found: dict[str, dict[str, list[tuple[int, float]]]] = {"ms a step": {}, "GiB a GPU at the peak": {}}
+    hoped: dict[str, dict[str, list[tuple[int, float]]]] = {label: {} for label in found}
+    metrics, tokens = dict(zip(found, ("step time", "peak memory"), strict=True)), whole.TOKENS["whole"]
+    records = {n: Figures.load(p) for n in NUM_GPUS for p in measured_on(n) if p.stem.startswith("scale_")}
+    for (recipe, short), (label, metric) in itertools.product(
+        itertools.product(whole.RECIPES, (whole.FSDP2, whole.HSDP, whole.DDP)), metrics.items()
+    ):
+        name, alone = f"{recipe}, {short}", whole.case_label(36, tokens, recipe, whole.ONE, 1)
+        first = [(1, v) for figures in records.values() if (v := figures.value(alone, metric)) is not None]
+        for num_gpus in NUM_GPUS:
+            layout = next(each for each in whole.layouts(num_gpus) if each.startswith(short))
+            case = whole.case_label(36, tokens, recipe, layout, num_gpus)
+            rows = {row.metric: row.value for row in expect(num_gpus) if row.case == case}
+            wanted = rows["peak memory"] if metric == "peak memory" else 1e3 * tokens / rows[whole.RATE]
+            hoped[label].setdefault(name, []).append((num_gpus, wanted))
+            figures = records.get(num_gpus)
+            value = None if figures is None else figures.value(case, metric)
+            if value is not None:
+                found[label].setdefault(name, first[:1]).append((num_gpus, value))
+    curves_over_gpus(path, found, hoped, title="Qwen3-8B whole, 16k tokens a GPU: measured; dotted: expected")
+
+
 def main() -> int:
-    """Write the page's table."""
+    """Write the page's table and draw its picture."""
     page = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(fill_marks(page, "expected", ("gpus",), table), encoding="utf-8")
+    draw(PAGE.parent / "distributed" / "gpus.svg")
     return 0
 
 

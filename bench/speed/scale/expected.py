@@ -322,6 +322,7 @@ def draw(path: Path) -> None:
     hoped: dict[str, dict[str, list[tuple[int, float]]]] = {label: {} for label in found}
     metrics, tokens = dict(zip(found, ("step time", "peak memory"), strict=True)), whole.TOKENS["whole"]
     records = {n: Figures.load(p) for n in NUM_GPUS for p in measured_on(n) if p.stem.startswith("scale_")}
+    all_rows = {n: expect(n) for n in NUM_GPUS}
     for (recipe, short), (label, metric) in itertools.product(
         itertools.product(whole.RECIPES, (whole.FSDP2, whole.HSDP, whole.DDP)), metrics.items()
     ):
@@ -330,7 +331,7 @@ def draw(path: Path) -> None:
         for num_gpus in NUM_GPUS:
             layout = next(each for each in whole.layouts(num_gpus) if each.startswith(short))
             case = whole.case_label(36, tokens, recipe, layout, num_gpus)
-            rows = {row.metric: row.value for row in expect(num_gpus) if row.case == case}
+            rows = {row.metric: row.value for row in all_rows[num_gpus] if row.case == case}
             wanted = rows["peak memory"] if metric == "peak memory" else 1e3 * tokens / rows[whole.RATE]
             hoped[label].setdefault(name, []).append((num_gpus, wanted))
             figures = records.get(num_gpus)

@@ -40,7 +40,10 @@ class Nursery:
         self._is_closed = False
 
     def fork_here(self) -> None:
-        """Begin its start as a fork, which has the modules that are loaded here; nothing in a process with threads."""
+        """Begin its start as a fork, which has the modules that are loaded here; nothing in a process with threads.
+
+        Where the system refuses one, the start is that of a fresh process.
+        """
         if threading.active_count() == 1:
             setup = self._setup()
             ours, theirs = socket.socketpair()
@@ -50,7 +53,12 @@ class Nursery:
                 worker_process.serve(theirs, self._program, lambda: setup)
 
             with theirs:
-                self._process = Fork(serve)
+                try:
+                    self._process = Fork(serve)
+                except OSError as error:  # too little memory for a copy; a fresh process takes less
+                    ours.close()
+                    logger.info("no fork: %s", error)
+                    return
             self._forked = ours
 
     def start(self) -> None:

@@ -137,6 +137,24 @@ def _threads_fork_nothing(program: str) -> None:
     thread.join()
 
 
+def test_a_fork_that_the_system_refuses_leaves_a_fresh_process(tmp_path: Path) -> None:
+    in_one_thread(_a_fork_that_the_system_refuses, tmp_path)
+
+
+def _a_fork_that_the_system_refuses(program: str) -> None:
+    def refuse() -> int:
+        raise BlockingIOError("out of processes")
+
+    fork, os.fork = os.fork, refuse
+    nursery = Nursery(program, lambda: None)
+    nursery.fork_here()
+    os.fork = fork
+    assert nursery._process is None
+    assert about(nursery)[0] != os.getpid()
+    assert isinstance(nursery._process, subprocess.Popen)
+    nursery.close()
+
+
 def test_a_program_that_fails_is_said(tmp_path: Path) -> None:
     in_one_thread(_a_program_that_fails, tmp_path)
 

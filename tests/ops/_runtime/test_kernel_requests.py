@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="triton is only packaged for Linux")
 from triton import knobs
 
 from octavo.ops._runtime.kernel_cache.triton import use_checked_cache
+from octavo.ops._runtime.kernel_requests import leaves_out_launches
 from octavo.ops._runtime.kernel_requests.triton import KernelRequest, compile_kernel, requesting_kernels
 from octavo.ops._runtime.registry import can_bypass_dispatcher
 from octavo.ops.norm import triton as kernels
@@ -70,6 +71,16 @@ def test_those_that_are_met_are_told_on_disk_or_not() -> None:
 def test_ops_need_no_dispatcher_within() -> None:
     with requesting_kernels(lambda _: None), torch.no_grad():
         assert can_bypass_dispatcher(X)
+
+
+def test_a_thread_knows_that_it_leaves_out_launches() -> None:
+    said: list[bool] = []
+    with requesting_kernels(lambda _: None):
+        other = threading.Thread(target=lambda: said.append(leaves_out_launches()))
+        other.start()
+        other.join()
+        assert leaves_out_launches() and said == [False]
+    assert not leaves_out_launches()
 
 
 def test_what_is_left_out_reads_as_zeros() -> None:

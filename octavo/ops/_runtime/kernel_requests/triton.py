@@ -25,6 +25,7 @@ from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.driver import driver
 
 from octavo.ops._runtime.kernel_cache.triton import use_checked_cache
+from octavo.ops._runtime.kernel_requests import leave_out_launches
 from octavo.ops._runtime.launch.triton import settle_key
 
 _EMPTY = (
@@ -113,11 +114,13 @@ def requesting_kernels(take: Callable[[KernelRequest], None]) -> Iterator[set[Ca
         return True
 
     knobs.runtime.jit_cache_hook = hook
+    leave_out_launches(True)
     try:
         with _ZerosForEmpty():
             yield entries
     finally:
         knobs.runtime.jit_cache_hook = None
+        leave_out_launches(False)
 
 
 def _request_of(kernel: Any, told: dict[str, Any]) -> KernelRequest:

@@ -90,7 +90,8 @@ class LaunchCache(dict[Any, Any]):
             self[key] = made
 
 
-_settled: set[Any] = set()  # functions
+_settled: dict[Any, bool] = {}  # function -> whether it and all that it calls have been hashed
+_settling = threading.RLock()
 # (kernel, its constants and options, what triton specializes on, device) -> CompiledLaunch
 _compiled = LaunchCache()
 
@@ -172,9 +173,16 @@ def settle_key(kernel: Any) -> None:
     The hash, which the name on disk is made of, holds the constants of a function that is called only if that function
     was hashed before. Without this a process compiles again what another has compiled in another order.
     """
-    if not isinstance(kernel, JITCallable) or kernel.fn in _settled:
+    if not isinstance(kernel, JITCallable) or _settled.get(kernel.fn):
         return
-    _settled.add(kernel.fn)
+    with _settling:  # another thread shall not launch what is half settled
+        if kernel.fn not in _settled:
+            _settled[kernel.fn] = False  # it may call itself
+            _settle(kernel)
+            _settled[kernel.fn] = True
+
+
+def _settle(kernel: Any) -> None:
     names = kernel.fn.__code__.co_names
     found = [kernel.fn.__globals__.get(name) for name in names]
     modules = [value for value in found if isinstance(value, ModuleType) and not _is_tritons(value)]

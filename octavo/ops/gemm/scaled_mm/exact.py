@@ -16,6 +16,7 @@ import torch
 from octavo.errors import BackendError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
+from octavo.ops._runtime.kernel_requests import leaves_out_launches
 from octavo.ops.gemm.scaled_mm import library
 from octavo.ops.gemm.scaled_mm.reference import scaled_mm_reference
 
@@ -92,9 +93,11 @@ def padded_rows(product: GemmProblem, rows: int) -> int:
         BackendError: naming the product and the sizes that differ; or a CUDA graph is being captured.
     """
     first, most = bucket_of(rows), CHECKED_ROWS[-1]
-    sizes = [size for size in CHECKED_ROWS if size >= first] or [*range(first, first + most, BUCKETS[-1])]
+    if leaves_out_launches():  # the product is made of zeros, and so would a comparison be
+        return first
+    further = [size for size in CHECKED_ROWS if size > first] or range(first + BUCKETS[-1], first + most, BUCKETS[-1])
     known, tried = _checked.get(product), []
-    for size in sizes if first in sizes else [first, *sizes]:
+    for size in (first, *further):
         if known is None or size not in known:
             known = _check(product, size)
         if known[size]:
@@ -116,7 +119,7 @@ def _check(product: GemmProblem, rows: int) -> dict[int, bool]:
     known = _checked.setdefault(product, {})
     sizes = sorted({rows} if known else {*CHECKED_ROWS, rows})
     differing = find_dependent_rows(product, sizes)
-    if differing:
+    if 0 < len(differing) < len(sizes):
         text = "exact mode: %s has other bits at M = %s; products of these sizes are padded further"
         logger.warning(text, describe(product), ", ".join(map(str, differing)))
     known.update({size: size not in differing for size in sizes})

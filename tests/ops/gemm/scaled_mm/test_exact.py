@@ -7,6 +7,7 @@ import torch
 
 from octavo.errors import BackendError
 from octavo.numerics import QuantizedTensor, Scaling, quantize_reference
+from octavo.ops._runtime import kernel_requests
 from octavo.ops.gemm.scaled_mm import exact, library, scaled_mm, scaled_mm_reference
 from octavo.testing import assert_bitwise
 
@@ -88,6 +89,19 @@ def test_rows_are_padded_past_a_size_of_other_bits(
         assert stand_in.sizes[-1] == 256
     (line,) = [record.getMessage() for record in caplog.records]
     assert "N = 48, K = 256 to torch.bfloat16 has other bits at M = 64, 128; products of these" in line
+
+
+def test_steps_without_their_kernels_check_nothing(few_checks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = OffInAPlace()
+    monkeypatch.setattr(library, "scaled_mm_cuda", stand_in)
+    kernel_requests.leave_out_launches(True)
+    try:
+        exact.scaled_mm_exact(*operands("row", 3), None, torch.bfloat16)
+    finally:
+        kernel_requests.leave_out_launches(False)
+    assert stand_in.sizes == [64]
+    with pytest.raises(BackendError, match="bits differ"):
+        exact.scaled_mm_exact(*operands("row", 3), None, torch.bfloat16)
 
 
 @pytest.mark.parametrize("kind", PAIRS)

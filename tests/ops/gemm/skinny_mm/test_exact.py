@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from octavo.numerics import QuantizedTensor, Scaling, quantize_reference
+from octavo.ops._runtime import kernel_requests
 from octavo.ops.gemm.scaled_mm import exact as library_exact
 from octavo.ops.gemm.scaled_mm import library, scaled_mm, scaled_mm_reference
 from octavo.ops.gemm.skinny_mm import exact, skinny_mm
@@ -43,6 +44,25 @@ def test_exact_tiles_have_the_librarys_bits_or_are_not_used(
     for _ in range(2):  # compared once
         assert exact.can_run(a, b, None, torch.bfloat16) == (not off_at)
     assert stand_in.sizes == list(exact.CHECKED_ROWS)
+
+
+def test_steps_without_their_kernels_say_nothing_about_bits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They ask for the tiles, and compare zeros."""
+    stand_in = WholeSums(off_at=exact.CHECKED_ROWS)
+    monkeypatch.setattr(exact, "_has_bits", {})
+    monkeypatch.setattr(exact, "whole_sums_mm", stand_in)
+    monkeypatch.setattr(library, "scaled_mm_cuda", scaled_mm_reference)
+    monkeypatch.setattr(library_exact, "CHECKED_ROWS", (64, 512))
+    a, b = (quantize_reference(torch.randn(M, 128), s) for M, s in zip((5, 48), SCALINGS["row"], strict=True))
+    kernel_requests.leave_out_launches(True)
+    try:
+        assert exact.can_run(a, b, None, torch.bfloat16) and stand_in.sizes
+    finally:
+        kernel_requests.leave_out_launches(False)
+    assert not caplog.records
+    assert not exact.can_run(a, b, None, torch.bfloat16), "compared again, in earnest"
 
 
 @pytest.mark.gpu

@@ -68,7 +68,8 @@ def command(
         threads.finish()
     if threads.error is not None:
         raise BackendError(f"not all kernels could be compiled: {threads.error}") from threads.error
-    num_compiled, num_found = len(kernels.compiled) + threads.num_compiled, kernels.num_found - threads.num_compiled
+    num_compiled = len(kernels.compiled) + threads.num_compiled
+    num_found = max(0, kernels.num_found - threads.num_compiled)
     typer.echo(
         f"{torch.cuda.get_device_name(place)}: {num_compiled} kernels compiled and {num_found} found, "
         f"over {threads.num_done} steps in {time.perf_counter() - began:.1f} s; they are in {env.triton_cache_dir()}"

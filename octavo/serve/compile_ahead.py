@@ -24,7 +24,7 @@ from octavo.serve.engine import EngineConfig
 from octavo.serve.engine.config import READY_LEN
 from octavo.serve.engine.kv_cache import allocate_kv_cache, run_full_step
 from octavo.serve.engine.model_runner import ModelRunner
-from octavo.serve.stand_in import build_stand_in, has_room
+from octavo.serve.stand_in import build_stand_in, has_room, has_room_beside, stand_in_of
 from octavo.serve.tensor_workers import chosen_device
 
 if TYPE_CHECKING:  # a machine without a GPU may have no triton
@@ -149,14 +149,14 @@ def compile_in_processes(
     from octavo.ops._runtime.kernel_requests.triton import requesting_kernels
 
     began, error = time.perf_counter(), None
-    with requesting_kernels(processes.compile) as entries, torch.no_grad(), _current(device):
-        for job in jobs:
-            try:
-                job.run()
-            except Exception as raised:  # of zeros where kernels were left out: an engine runs it again
-                error = raised
-    num_compiled = processes.wait()
-    processes.close()
+    with contextlib.closing(processes):
+        with requesting_kernels(processes.compile) as entries, torch.no_grad(), _current(device):
+            for job in jobs:
+                try:
+                    job.run()
+                except Exception as raised:  # of zeros where kernels were left out: an engine runs it again
+                    error = raised
+        num_compiled = processes.wait()
     if processes.num_asked:
         seconds = time.perf_counter() - began
         logger.info("%d of %d kernels compiled in processes in %.1f s", num_compiled, processes.num_asked, seconds)
@@ -168,11 +168,22 @@ def compile_in_processes(
 
 
 def compile_missing(model: Decoder, config: EngineConfig) -> None:
-    """Compile what an engine of a model in memory will need at its warm-up and is not on disk; nothing on a CPU."""
-    if model.device.type == "cuda" and config.warm_up:
-        use_checked_cache(model.device)
-        processes = processes_for(model.device, at_once=False)
-        compile_in_processes(jobs_of(model, config, READY_LEN), processes, model.device)
+    """Compile what an engine of a model in memory will need at its warm-up and is not on disk.
+
+    Of a stand-in: steps without their kernels would leave zeros in the model's own codes and scales. Nothing on a CPU,
+    where memory is tight, or for a model that GPUs share.
+    """
+    device = model.device
+    if device.type != "cuda" or not config.warm_up or model.tensor_group is not None:
+        return
+    dtype = next(model.parameters()).dtype
+    if not has_room_beside(model.config, dtype.itemsize, torch.cuda.mem_get_info(device)[0]):
+        return
+    use_checked_cache(device)
+    jobs = jobs_of(stand_in_of(model.config, model.numerics, dtype, device), config, READY_LEN)
+    compile_in_processes(jobs, processes_for(device, at_once=False), device)
+    del jobs
+    _give_back()
 
 
 @contextlib.contextmanager
@@ -195,8 +206,7 @@ def compiling_ahead(path: Path, asked: dict[str, Any], config: EngineConfig) -> 
         raise
     threads.finish(early=not config.warm_up)
     del threads
-    gc.collect()  # the stand-in's memory is the cache's
-    torch.cuda.empty_cache()
+    _give_back()
 
 
 def _start(path: Path, asked: dict[str, Any], config: EngineConfig) -> CompilerThreads | None:
@@ -206,24 +216,26 @@ def _start(path: Path, asked: dict[str, Any], config: EngineConfig) -> CompilerT
     from octavo.serve.kernel_list import KernelList
 
     use_checked_cache(device)
-    with contextlib.suppress(OctavoError):  # which loading raises as well
+    with contextlib.suppress(OctavoError), contextlib.ExitStack() as unused:  # loading raises it as well
+        processes = _forked.pop() if _forked else None
+        if processes is not None:
+            unused.callback(processes.close)
         kernels = KernelList(path, asked, config, device)
         if kernels.is_complete():
-            while _forked:
-                _forked.pop().close()
             return None
-        # a fork, before this process has a context on the GPU
-        processes = _forked.pop() if _forked else processes_for(device)
+        if processes is None:
+            processes = processes_for(device)  # a fork, before this process has a context on the GPU
+            unused.callback(processes.close)
         if has_room(path, asked, torch.cuda.mem_get_info(device)[0]):
+            unused.pop_all()
             build = functools.partial(build_stand_in, path, asked, device)
             return CompilerThreads(build, config, device, processes=processes, kernels=kernels)
-        processes.close()
         logger.info("kernels are compiled when the weights are there: both at once would take more memory than is free")
     return None
 
 
 def fork_ahead(device: torch.device) -> None:
-    """Fork now what compiles the next checkpoint's kernels: a server has threads by then, and must not."""
+    """Fork now what compiles the next checkpoint's kernels: a server has threads by then, and must not fork."""
     if device.type == "cuda":
         _forked.append(processes_for(device))
 
@@ -234,6 +246,12 @@ def processes_for(device: torch.device, *, at_once: bool = True) -> "KernelProce
 
     major, minor = torch.cuda.get_device_capability(device)
     return KernelProcesses(("cuda", 10 * major + minor, 32), at_once=at_once)
+
+
+def _give_back() -> None:
+    """The stand-in's memory, which is the cache's."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -68,9 +67,9 @@ class KernelList:
         """Keep a list, whole or not at all; a disk that takes nothing is no error."""
         with contextlib.suppress(OSError):
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, name = tempfile.mkstemp(dir=self.file.parent)
+            name = f"{self.file}.{os.getpid()}"  # readable to others, as Triton's files are: an image's are root's
             try:
-                with os.fdopen(descriptor, "w") as file:
+                with open(name, "w", encoding="utf-8") as file:
                     json.dump(sorted(entries), file)
                 os.replace(name, self.file)
             except BaseException:

@@ -1,10 +1,11 @@
 """Processes that compile kernels, one a core to spare, and their program (octavo.serve.worker_process)."""
 
+import contextlib
 import logging
 import os
 import signal
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
 from octavo.ops._runtime.kernel_requests.triton import KernelRequest, compile_kernel, load_kernels
@@ -34,14 +35,14 @@ class KernelProcesses:
         self._threads = ThreadPoolExecutor(num, thread_name_prefix="octavo-kernel")
         self._own = threading.local()  # each thread has a worker
         self._asked: list[Future[bool]] = []
-        self._is_over = self._is_closed = False
+        self._is_over = False
         if at_once:
             self._nursery.fork_here()
             self._threads.submit(self._nursery.start)
 
     def compile(self, request: KernelRequest) -> None:
-        """Have it compiled behind those that were asked for before; nothing once closed."""
-        if not self._is_closed:
+        """Have it compiled behind those that were asked for before; nothing once closed, or where none can start."""
+        if not self._is_over:
             self._asked.append(self._threads.submit(self._compile, request))
 
     @property
@@ -51,12 +52,15 @@ class KernelProcesses:
 
     def wait(self) -> int:
         """Wait for all that was asked for; how many were compiled. What was not is compiled when it is needed."""
-        wait(self._asked)
-        return sum(asked.result() for asked in self._asked if not asked.cancelled())
+        num_compiled = 0
+        for asked in self._asked:
+            with contextlib.suppress(CancelledError):  # closed meanwhile
+                num_compiled += asked.result()
+        return num_compiled
 
     def close(self) -> None:
         """End the processes, also amid a kernel."""
-        self._is_over = self._is_closed = True
+        self._is_over = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._nursery.close()
 
@@ -68,9 +72,9 @@ class KernelProcesses:
             worker = worker or self._nursery.fork(niceness=0)
             worker.send((signal.ITIMER_REAL, LIMIT_S, compile_kernel.__name__, (request,)))
             outcome, value, is_last = worker.recv()
-        except (UnavailableError, EOFError, OSError) as error:
-            outcome, value, is_last = "ended", error, True
-            self._is_over = True  # it does not start, or has been closed
+        except Exception as error:  # also of an answer that cannot be read
+            outcome, value, is_last = "failed", error, True
+            self._is_over |= isinstance(error, UnavailableError)  # the others would not start either
         if is_last and worker is not None:
             worker.close()
         self._own.worker = None if is_last else worker

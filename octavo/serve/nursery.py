@@ -89,6 +89,8 @@ class Nursery:
 
     def _running(self) -> socket.socket:
         """The socket of a process that lives."""
+        if self._is_closed:
+            raise UnavailableError("the process that this request needs has been closed")
         if self._forked is not None:
             forked, self._forked = self._forked, None
             self._control = self._ready(forked)
@@ -159,14 +161,18 @@ class Fork:
         self.pid = os.fork()
         self._exit_code: int | None = None
         if self.pid == 0:
+            exit_code = 1
             try:
                 self._lead()
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGPROF):
+                    signal.signal(number, signal.SIG_DFL)  # what this program has set is not meant for it
                 null = os.open(os.devnull, os.O_RDWR)
                 for standard in range(3):
                     os.dup2(null, standard)
                 run()
+                exit_code = 0
             finally:
-                os._exit(0)
+                os._exit(exit_code)
         self._lead()
 
     def poll(self) -> int | None:

@@ -12,12 +12,12 @@ from octavo.models import Decoder, ModelConfig
 from octavo.models.checkpoint.dialects import read_config
 from octavo.models.checkpoint.names import parameter_names
 from octavo.nn import Linear, pin_codes
+from octavo.numerics import Numerics
 from octavo.serve.model_choice import numerics_asked
 
 _STEP_BYTES = 8 << 30  # of activations, in a few threads
 
 
-@torch.no_grad()
 def build_stand_in(path: Path, asked: dict[str, Any], device: torch.device) -> Decoder:
     """A model that computes as one loaded from the checkpoint, of weights that are zero; no tensor is read.
 
@@ -28,11 +28,16 @@ def build_stand_in(path: Path, asked: dict[str, Any], device: torch.device) -> D
         RecipeError: see octavo.Numerics.
     """
     fields = read_config(path)
-    config = few_layers(ModelConfig.from_hf(fields))
     numerics = numerics_asked(path, **{name: x for name, x in asked.items() if name not in ("device", "dtype")})
-    recipe = numerics.recipe
     is_fp32 = "float32" in (fields.get("dtype"), fields.get("torch_dtype"))
     dtype = asked["dtype"] or (torch.float32 if is_fp32 else torch.bfloat16)
+    return stand_in_of(ModelConfig.from_hf(fields), numerics, dtype, device)
+
+
+@torch.no_grad()
+def stand_in_of(config: ModelConfig, numerics: Numerics, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """The same for a model that need not come from a checkpoint, of all its layers."""
+    config, recipe = few_layers(config), numerics.recipe
     needs_values = recipe.has_state or recipe.is_emulated or recipe.high_precision_gemms
     model = Decoder(config, dtype=dtype, device="meta")
     zeros = functools.partial(torch.zeros, dtype=dtype, device=device)
@@ -64,7 +69,12 @@ def has_room(path: Path, asked: dict[str, Any], free_bytes: int) -> bool:
     num_outer = 2 * config.vocab_size * config.hidden_size
     linear_bytes = 1.05 if numerics.recipe.is_fp8 else hp_bytes  # codes and scales
     weights = linear_bytes * config.num_params + hp_bytes * num_outer
-    return free_bytes > weights + hp_bytes * few_layers(config).num_params + _STEP_BYTES
+    return has_room_beside(config, hp_bytes, free_bytes - int(weights))
+
+
+def has_room_beside(config: ModelConfig, hp_bytes: int, free_bytes: int) -> bool:
+    """Whether a stand-in and its steps fit into so much memory."""
+    return free_bytes > hp_bytes * few_layers(config).num_params + _STEP_BYTES
 
 
 def few_layers(config: ModelConfig) -> ModelConfig:

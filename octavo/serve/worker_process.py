@@ -99,14 +99,14 @@ def _work(jobs: Connection, module: ModuleType, niceness: int, max_bytes: int) -
         resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     least, is_last = address_space(), False
     while not is_last:
-        clock = signal.ITIMER_REAL
         try:
             clock, limit_s, function, arguments = jobs.recv()
+        except (EOFError, OSError):
+            return
+        try:
             signal.setitimer(clock, limit_s)  # its signal ends the process: Python cannot hold that up
             function = getattr(module, function) if isinstance(function, str) else function
             outcome, value = "returned", function(*arguments)
-        except (EOFError, OSError):
-            return
         except MemoryError:
             outcome, value = "memory", None
         except Exception as error:

@@ -70,6 +70,7 @@ def test_it_is_complete_while_all_its_kernels_are_there(tmp_path: Path) -> None:
     kernels.write(entries)
     assert kernels.is_complete() and listed(tmp_path).is_complete()
     assert kernels.file.parent.parent == tmp_path / "cache"
+    assert kernels.file.stat().st_mode & 0o044 == 0o044, "an image's is root's, and read by others"
     (cubin,) = (tmp_path / "cache").rglob("gemm.cubin")
     cubin.write_bytes(b"cut")
     assert not kernels.is_complete()

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,34 @@ def test_processes_that_end_leave_the_rest(when: str, processes: KernelProcesses
     processes.close()
     processes.compile(request)
     assert processes.wait() == processes.num_asked == (when == "after")
+
+
+def test_an_end_amid_a_queue_is_waited_for_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when loading fails while kernels wait for a process."""
+    go_on = threading.Event()
+    monkeypatch.setattr(KernelProcesses, "_compile", lambda *_: go_on.wait(20))
+    started = KernelProcesses(TARGET, 1, at_once=False)
+    for _ in range(4):
+        started.compile(KernelRequest("m", "n", {}, {}, {}, {}, TARGET))
+    found: list[int] = []
+    waiting = threading.Thread(target=lambda: found.append(started.wait()))
+    waiting.start()
+    started.close()
+    go_on.set()
+    waiting.join(10)
+    assert found == [1]
+
+
+def test_an_answer_that_cannot_be_read_is_one_kernel_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork(self: Nursery, niceness: int) -> Any:
+        raise TypeError("an exception that does not unpickle")
+
+    monkeypatch.setattr(Nursery, "fork", fork)
+    started = KernelProcesses(TARGET, 1, at_once=False)
+    for _ in range(2):
+        started.compile(KernelRequest("m", "n", {}, {}, {}, {}, TARGET))
+    assert started.wait() == 0 and started.num_asked == 2
+    started.close()
 
 
 def test_a_program_that_does_not_start_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

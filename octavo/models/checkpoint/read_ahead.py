@@ -18,8 +18,8 @@ MAX_SHARE_AHEAD = 1 / 8  # of all bytes: what becomes codes takes half, and load
 def read_ahead(reads: Sequence[tuple[int, Callable[[], T]]], device: torch.device | str) -> Generator[T, None, None]:
     """What each of these reads returns, in their order; later ones begin before the caller takes an earlier one.
 
-    What a read raises is raised when its turn comes, and no read begins behind it. What the caller has not come back
-    for takes no more than MAX_BYTES_AHEAD and MAX_SHARE_AHEAD, or is a single read.
+    What a read raises is raised when its turn comes; those that have begun are waited for, others do not begin. What
+    the caller has not come back for takes no more than MAX_BYTES_AHEAD and MAX_SHARE_AHEAD, or is a single read.
 
     Args:
         reads: bytes that a read leaves on the device, and the read, which a thread calls under the caller's stream.

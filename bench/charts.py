@@ -65,15 +65,15 @@ def curves_over_gpus(
     *,
     title: str,
 ) -> None:
-    """Panels side by side over the number of GPUs, one for each label of `measured`: solid lines a layout, and what was
-    expected of it dashed."""
+    """Panels side by side over the number of GPUs, one for each label of `measured`: a line a name, and what was
+    expected of it dotted."""
     figure = _empty_figure(11.0, 4.2)
     for axes, label in zip(figure.subplots(1, len(measured)), measured, strict=True):
         for index, (name, points) in enumerate(measured[label].items()):
             axes.plot(*zip(*points, strict=True), color=_COLORS[index], marker="o", markersize=4, label=name)
-            dashed = expected[label].get(name)
-            if dashed:
-                axes.plot(*zip(*dashed, strict=True), color=_COLORS[index], marker="o", markersize=3, linestyle=":")
+            dotted = expected[label].get(name)
+            if dotted:
+                axes.plot(*zip(*dotted, strict=True), color=_COLORS[index], marker="o", markersize=3, linestyle=":")
         axes.set_xscale("log", base=2)
         ticks = sorted({x for each in (measured, expected) for points in each[label].values() for x, _ in points})
         axes.set_xticks(ticks, list(map(str, ticks)))

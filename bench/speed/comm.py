@@ -1,10 +1,9 @@
 """Collectives between ranks, FP8 beside bf16: `torchrun --nproc-per-node 2 -m bench.speed.comm --out bench/records`.
 
 NCCL on GPUs (set NCCL_NVLS_ENABLE=0 where multicast is to be off), gloo on a CPU; all_reduce_q goes through the ranks'
-memory where it serves. A size is that of the whole bf16
-tensor; "FP8 bytes" are as many bytes as it has elements, without quantization. First each FP8 collective is held to
-what it promises, on every rank; then all calls of a size are timed round-robin on each rank, behind a collective that
-lets all begin at once, and rank 0's are written.
+memory where it serves. A size is that of the whole bf16 tensor; "FP8 bytes" are as many bytes as it has elements,
+without quantization. First each FP8 collective is held to what it promises, on every rank; then all calls of a size are
+timed round-robin on each rank, behind a collective that lets all begin at once, and rank 0's are written.
 """
 
 import os

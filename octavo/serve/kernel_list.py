@@ -44,7 +44,7 @@ class KernelList:
     """
 
     def __init__(self, path: Path, asked: dict[str, Any], config: EngineConfig, device: torch.device) -> None:
-        numerics = numerics_asked(path, **{name: x for name, x in asked.items() if name not in ("device", "dtype")})
+        numerics = numerics_asked(path, asked)
         what = {
             "model": read_config(path),
             "numerics": (repr(numerics), str(asked["dtype"])),

@@ -37,7 +37,7 @@ class KernelProcesses:
         self._asked: list[Future[bool]] = []
         self._is_over = False
         if at_once:
-            self._nursery.fork_here()
+            self._nursery.start_as_fork()
             self._threads.submit(self._nursery.start)
 
     def compile(self, request: KernelRequest) -> None:

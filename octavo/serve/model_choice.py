@@ -1,8 +1,9 @@
 """Which model an LLM is of and how it computes: a checkpoint that is loaded as asked, or a Decoder that must agree."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -130,18 +131,17 @@ def _recipe_asked(path: str | Path, quantization: str | None) -> Recipe:
     return asked
 
 
-def numerics_asked(
-    path: str | Path,
-    quantization: str | None,
-    kv_cache_dtype: str,
-    exact: bool | None,
-    attention_dtype: str,
-    kv_scales: str,
-) -> Numerics:
-    """The numerics of a model that load_for_inference loads, by the config files alone. Errors as octavo.Numerics."""
-    recipe = _recipe_asked(path, quantization)
-    kv_scales = "per_token_head" if kv_scales == "auto" else kv_scales
-    return Numerics(recipe, _or_bf16(kv_cache_dtype), bool(exact), _or_bf16(attention_dtype), kv_scales)
+def numerics_asked(path: str | Path, asked: Mapping[str, Any]) -> Numerics:
+    """The numerics of a model that load_for_inference loads, by the config files alone. Errors as octavo.Numerics.
+
+    Args:
+        asked: load_for_inference's arguments; device and dtype change none.
+    """
+    kv_scales = "per_token_head" if asked["kv_scales"] == "auto" else asked["kv_scales"]
+    kv_cache_dtype, attention_dtype = _or_bf16(asked["kv_cache_dtype"]), _or_bf16(asked["attention_dtype"])
+    return Numerics(
+        _recipe_asked(path, asked["quantization"]), kv_cache_dtype, bool(asked["exact"]), attention_dtype, kv_scales
+    )
 
 
 def load_for_inference(

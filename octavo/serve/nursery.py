@@ -39,7 +39,7 @@ class Nursery:
         self._forked: socket.socket | None = None
         self._is_closed = False
 
-    def fork_here(self) -> None:
+    def start_as_fork(self) -> None:
         """Begin its start as a fork, which has the modules that are loaded here; nothing in a process with threads.
 
         Where the system refuses one, the start is that of a fresh process.

@@ -28,7 +28,7 @@ def build_stand_in(path: Path, asked: dict[str, Any], device: torch.device) -> D
         RecipeError: see octavo.Numerics.
     """
     fields = read_config(path)
-    numerics = numerics_asked(path, **{name: x for name, x in asked.items() if name not in ("device", "dtype")})
+    numerics = numerics_asked(path, asked)
     is_fp32 = "float32" in (fields.get("dtype"), fields.get("torch_dtype"))
     dtype = asked["dtype"] or (torch.float32 if is_fp32 else torch.bfloat16)
     return stand_in_of(ModelConfig.from_hf(fields), numerics, dtype, device)
@@ -36,7 +36,7 @@ def build_stand_in(path: Path, asked: dict[str, Any], device: torch.device) -> D
 
 @torch.no_grad()
 def stand_in_of(config: ModelConfig, numerics: Numerics, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """The same for a model that need not come from a checkpoint, of all its layers."""
+    """The same for an architecture under numerics, of a checkpoint or not; config has all its layers."""
     config, recipe = few_layers(config), numerics.recipe
     needs_values = recipe.has_state or recipe.is_emulated or recipe.high_precision_gemms
     model = Decoder(config, dtype=dtype, device="meta")
@@ -64,7 +64,7 @@ def stand_in_of(config: ModelConfig, numerics: Numerics, dtype: torch.dtype, dev
 def has_room(path: Path, asked: dict[str, Any], free_bytes: int) -> bool:
     """Whether memory is left for a stand-in and its steps where the checkpoint's weights will take theirs."""
     config = ModelConfig.from_hf(read_config(path))
-    numerics = numerics_asked(path, **{name: x for name, x in asked.items() if name not in ("device", "dtype")})
+    numerics = numerics_asked(path, asked)
     hp_bytes = 4 if asked["dtype"] == torch.float32 else 2
     num_outer = 2 * config.vocab_size * config.hidden_size
     linear_bytes = 1.05 if numerics.recipe.is_fp8 else hp_bytes  # codes and scales

@@ -12,7 +12,6 @@ import torch
 from octavo.distributed.agreement import check_agreement, describe_process
 from octavo.distributed.mesh import Mesh
 from octavo.distributed.outcome import together
-from octavo.env import set_cublas_workspace
 from octavo.errors import ConfigError
 from octavo.models import Decoder, Tokenizer
 from octavo.models.checkpoint.storage import check_writable
@@ -121,15 +120,18 @@ def train(
     check_writable(config.run.dir, "run.dir")
     require_sinks("metrics", wandb=config.metrics.wandb, mlflow=config.metrics.mlflow)
     find_device(config.run.device)
-    if config.run.deterministic:
-        set_cublas_workspace()  # before any product: cuBLAS is asked once
+    with deterministic(config.run.deterministic):  # from before the first product, when cuBLAS is asked for its order
+        return _train(config, on_step, progress, resume)
+
+
+def _train(config: TrainConfig, on_step: Callable[[Row], None] | None, progress: bool, resume: bool) -> TrainResult:
     mesh = Mesh.from_config(config.parallel, config.run.device)
     run = _Run.build(config, mesh)
     num_bytes = num_checkpoint_bytes(run.model, run.optimizer, run.export())
     if run.adapters is not None:  # and the merged model
         num_bytes += run.model.num_params * run.model.dtype.itemsize
     check_writable(config.run.dir, "run.dir", num_bytes=num_bytes)
-    with locked_folder(config.run.dir, mesh), deterministic(config.run.deterministic):
+    with locked_folder(config.run.dir, mesh):
         try:
             return run.train(on_step, progress and mesh.is_first, resume)
         except BaseException as error:

@@ -114,7 +114,7 @@ def test_none_is_started_where_nothing_is_missing() -> None:
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_fork_comes_before_their_threads(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     before, found = threading.active_count(), list[int]()
-    monkeypatch.setattr(Nursery, "fork_here", lambda _: found.append(threading.active_count()))
+    monkeypatch.setattr(Nursery, "start_as_fork", lambda _: found.append(threading.active_count()))
     monkeypatch.setattr(Nursery, "start", lambda _: None)
     KernelProcesses(TARGET, 2, at_once=at_once).close()
     assert found == [before] * at_once

@@ -43,7 +43,7 @@ def in_one_thread(job: Callable[..., None], tmp_path: Path) -> None:
 
 def forked(program: str, setup: object = None) -> tuple[Nursery, Fork]:
     nursery = Nursery(program, lambda: setup)
-    nursery.fork_here()
+    nursery.start_as_fork()
     assert isinstance(nursery._process, Fork)
     return nursery, nursery._process
 
@@ -130,7 +130,7 @@ def _threads_fork_nothing(program: str) -> None:
     thread = threading.Thread(target=go_on.wait, daemon=True)
     thread.start()
     nursery = Nursery(program, lambda: None)
-    nursery.fork_here()
+    nursery.start_as_fork()
     assert nursery._process is None
     nursery.start()
     assert isinstance(nursery._process, subprocess.Popen)
@@ -173,7 +173,7 @@ def _a_fork_that_the_system_refuses(program: str) -> None:
 
     fork, os.fork = os.fork, refuse
     nursery = Nursery(program, lambda: None)
-    nursery.fork_here()
+    nursery.start_as_fork()
     os.fork = fork
     assert nursery._process is None
     assert about(nursery)[0] != os.getpid()

@@ -303,7 +303,9 @@ def table(_: str = "") -> str:
                 values = (row.value, None if figures is None else figures.value(row.case, row.metric))
                 for column, value in zip(columns, values, strict=False):
                     cells.setdefault(row.in_page, {}).setdefault(column, []).append(_cell(value))
-    rows = [[name, *("; ".join(columns[heading]) for heading in headings)] for name, columns in cells.items()]
+    rows = [
+        [name, *("; ".join(columns.get(heading, ["-"])) for heading in headings)] for name, columns in cells.items()
+    ]
     return markdown(["", *headings], rows)
 
 
@@ -319,7 +321,7 @@ def _cell(value: float | None) -> str:
 def draw(path: Path) -> None:
     """Step time and memory of the whole model against the number of GPUs, measured and expected."""
     found: dict[str, dict[str, list[tuple[int, float]]]] = {"ms a step": {}, "GiB a GPU at the peak": {}}
-    hoped: dict[str, dict[str, list[tuple[int, float]]]] = {label: {} for label in found}
+    forecast: dict[str, dict[str, list[tuple[int, float]]]] = {label: {} for label in found}
     metrics, tokens = dict(zip(found, ("step time", "peak memory"), strict=True)), whole.TOKENS["whole"]
     records = {n: Figures.load(p) for n in NUM_GPUS for p in measured_on(n) if p.stem.startswith("scale_")}
     all_rows = {n: expect(n) for n in NUM_GPUS}
@@ -333,12 +335,12 @@ def draw(path: Path) -> None:
             case = whole.case_label(36, tokens, recipe, layout, num_gpus)
             rows = {row.metric: row.value for row in all_rows[num_gpus] if row.case == case}
             wanted = rows["peak memory"] if metric == "peak memory" else 1e3 * tokens / rows[whole.RATE]
-            hoped[label].setdefault(name, []).append((num_gpus, wanted))
+            forecast[label].setdefault(name, []).append((num_gpus, wanted))
             figures = records.get(num_gpus)
             value = None if figures is None else figures.value(case, metric)
             if value is not None:
                 found[label].setdefault(name, first[:1]).append((num_gpus, value))
-    curves_over_gpus(path, found, hoped, title="Qwen3-8B whole, 16k tokens a GPU: measured; dotted: expected")
+    curves_over_gpus(path, found, forecast, title="Qwen3-8B whole, 16k tokens a GPU: measured; dotted: expected")
 
 
 def main() -> int:

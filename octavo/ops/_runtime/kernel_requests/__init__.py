@@ -1,6 +1,8 @@
 """Kernels that steps ask for, named in place of being compiled."""
 
+import contextlib
 import threading
+from collections.abc import Iterator
 
 _own = threading.local()
 
@@ -10,6 +12,11 @@ def leaves_out_launches() -> bool:
     return getattr(_own, "leaves_out", False)
 
 
-def leave_out_launches(is_so: bool) -> None:
-    """Say whether this thread does."""
-    _own.leaves_out = is_so
+@contextlib.contextmanager
+def leaving_out_launches() -> Iterator[None]:
+    """Mark this thread as one that does."""
+    _own.leaves_out = True
+    try:
+        yield
+    finally:
+        _own.leaves_out = False

@@ -9,7 +9,6 @@ import hashlib
 import importlib
 import json
 import pkgutil
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.driver import driver
 
 from octavo.ops._runtime.kernel_cache.triton import use_checked_cache
-from octavo.ops._runtime.kernel_requests import leave_out_launches
+from octavo.ops._runtime.kernel_requests import leaves_out_launches, leaving_out_launches
 from octavo.ops._runtime.launch.triton import settle_key
 
 _EMPTY = (
@@ -38,7 +37,7 @@ _EMPTY = (
 
 
 class KernelRequest(NamedTuple):
-    """A kernel as Triton specializes it for a launch; what a process of the same installation makes the same code of.
+    """A kernel as Triton specializes it for a launch: all that another process of this installation compiles it by.
 
     module, name: where the triton.jit function is.
     signature, constants, attributes: of triton.compiler.ASTSource.
@@ -98,11 +97,11 @@ def requesting_kernels(take: Callable[[KernelRequest], None]) -> Iterator[set[Ca
     if knobs.runtime.jit_cache_hook is not None:
         yield entries
         return
-    thread, asked = threading.get_ident(), set[str]()
+    asked = set[str]()
 
     def hook(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:  # noqa: A002: Triton's name
-        if threading.get_ident() != thread:
-            return False
+        if not leaves_out_launches():
+            return False  # of another thread
         request = _request_of(fn.jit_function, compile)
         if (what := f"{request.module} {request.name} {key}") in asked:
             return True
@@ -114,13 +113,11 @@ def requesting_kernels(take: Callable[[KernelRequest], None]) -> Iterator[set[Ca
         return True
 
     knobs.runtime.jit_cache_hook = hook
-    leave_out_launches(True)
     try:
-        with _ZerosForEmpty():
+        with leaving_out_launches(), _ZerosForEmpty():
             yield entries
     finally:
         knobs.runtime.jit_cache_hook = None
-        leave_out_launches(False)
 
 
 def _request_of(kernel: Any, told: dict[str, Any]) -> KernelRequest:

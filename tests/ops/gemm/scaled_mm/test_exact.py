@@ -7,7 +7,7 @@ import torch
 
 from octavo.errors import BackendError
 from octavo.numerics import QuantizedTensor, Scaling, quantize_reference
-from octavo.ops._runtime import kernel_requests
+from octavo.ops._runtime.kernel_requests import leaving_out_launches
 from octavo.ops.gemm.scaled_mm import exact, library, scaled_mm, scaled_mm_reference
 from octavo.testing import assert_bitwise
 
@@ -94,11 +94,8 @@ def test_rows_are_padded_past_a_size_of_other_bits(
 def test_steps_without_their_kernels_check_nothing(few_checks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = OffInAPlace()
     monkeypatch.setattr(library, "scaled_mm_cuda", stand_in)
-    kernel_requests.leave_out_launches(True)
-    try:
+    with leaving_out_launches():
         exact.scaled_mm_exact(*operands("row", 3), None, torch.bfloat16)
-    finally:
-        kernel_requests.leave_out_launches(False)
     assert stand_in.sizes == [64]
     with pytest.raises(BackendError, match="bits differ"):
         exact.scaled_mm_exact(*operands("row", 3), None, torch.bfloat16)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo.numerics import QuantizedTensor, Scaling, quantize_reference
-from octavo.ops._runtime import kernel_requests
+from octavo.ops._runtime.kernel_requests import leaving_out_launches
 from octavo.ops.gemm.scaled_mm import exact as library_exact
 from octavo.ops.gemm.scaled_mm import library, scaled_mm, scaled_mm_reference
 from octavo.ops.gemm.skinny_mm import exact, skinny_mm
@@ -56,11 +56,8 @@ def test_steps_without_their_kernels_say_nothing_about_bits(
     monkeypatch.setattr(library, "scaled_mm_cuda", scaled_mm_reference)
     monkeypatch.setattr(library_exact, "CHECKED_ROWS", (64, 512))
     a, b = (quantize_reference(torch.randn(M, 128), s) for M, s in zip((5, 48), SCALINGS["row"], strict=True))
-    kernel_requests.leave_out_launches(True)
-    try:
+    with leaving_out_launches():
         assert exact.can_run(a, b, None, torch.bfloat16) and stand_in.sizes
-    finally:
-        kernel_requests.leave_out_launches(False)
     assert not caplog.records
     assert not exact.can_run(a, b, None, torch.bfloat16), "compared again, in earnest"
 

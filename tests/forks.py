@@ -182,6 +182,14 @@ def _launch(folder: str, *arguments: str) -> None:
         assert args[1:3] == ("-u", "-m"), args
         return Fork(_run_module, *args[3:], environment=env)
 
+    end_group = os.killpg
+
+    def end(group: int, number: int) -> None:
+        """torchrun's own child that ended would still take a signal; the server of forks has already waited for it."""
+        with contextlib.suppress(ProcessLookupError):
+            end_group(group, number)
+
     os.chdir(folder)
+    os.killpg = end
     subprocess_handler.Popen = start  # type: ignore[assignment,misc]
     run.main(["--standalone", *arguments])

@@ -7,7 +7,7 @@ import torch
 
 from octavo.errors import RecipeError, ShapeError
 from octavo.nn.autocast_context import effective_recipe
-from octavo.nn.functional.grouped import GroupedLinearFunction, grouped_output
+from octavo.nn.functional.grouped import GroupedLinearFunction, grouped_output, grouped_swiglu
 from octavo.nn.fusion import fusable
 from octavo.nn.linear import Linear
 from octavo.nn.weights.experts import ExpertCodes, ExpertShapes, ExpertWeight
@@ -15,6 +15,7 @@ from octavo.nn.weights.operands import Operands
 from octavo.nn.weights.plan import LinearPlan
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
+from octavo.numerics.scaling import Scaling
 from octavo.ops.gemm.grouped_mm import Gather
 from octavo.ops.gemm.grouped_mm.library import ALIGNMENT
 
@@ -127,6 +128,30 @@ class GroupedLinear(Linear):
         """
         self._check_exact(plan.recipe)
         return grouped_output(rows, self.weight, self.source, plan, offsets, out_dtype, observe=False, gather=gather)
+
+    def multiply_to_swiglu(
+        self,
+        rows: QuantizedTensor,
+        offsets: torch.Tensor,
+        plan: LinearPlan,
+        dtype: torch.dtype,
+        gather: Gather | None,
+        *,
+        scaling: Scaling,
+        quant_scale: torch.Tensor | None = None,
+    ) -> QuantizedTensor:
+        """SwiGLU of multiply_codes [R, N], whose first half is the gate, as codes [R, N / 2].
+
+        Args:
+            rows: as in multiply_codes.
+            scaling: of the codes.
+            quant_scale: [1] fp32, known; None for the scaling's own.
+        """
+        self._check_exact(plan.recipe)
+        return grouped_swiglu(
+            rows, self.weight, self.source, plan, offsets, dtype,
+            scaling=scaling, quant_scale=quant_scale, gather=gather,
+        )  # fmt: skip
 
 
 def row_alignment(recipe: Recipe, device: torch.device, *, training: bool, exact: bool = False) -> int:

@@ -80,6 +80,26 @@ def clear_tile(out, first, end, column, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.co
     tl.store(places, zeros, mask=(m < end - first)[:, None] & (n < N - column)[None, :])
 
 
+@triton.jit
+def rows_of_tile(
+    a, a_scale, slots, stride_sa, first, end, K, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, SLAB: tl.constexpr
+):  # fmt: skip
+    """Where the first slab of a tile's rows is, and the first of their scales.
+
+    Where there are slots, row r of the batch is a's row slots[r] // SLOTS. Rows past the group's end are its last one:
+    their results are not stored. Offsets inside a tile fit 32 bits, which leaves registers for the sums.
+    """
+    rows, k = tl.minimum(tl.arange(0, BLOCK_M), end - 1 - first), tl.arange(0, SLAB)
+    if slots is None:
+        a_tile = a + first.to(tl.int64) * K + (rows[:, None] * K + k[None, :])
+        a_scales = a_scale + (first + rows) * stride_sa
+    else:
+        sources = tl.load(slots + first + rows) // SLOTS
+        a_tile = a + (sources[:, None] * K + k[None, :])
+        a_scales = a_scale + sources * stride_sa
+    return a_tile, a_scales
+
+
 @triton.jit(do_not_specialize=("stride_sa_slab", "R"))  # which differ from step to step
 def row_tiles(
     out, a, a_scale, b, b_scale, offsets, slots, stride_sa, stride_sa_slab, R, N, K, E,
@@ -87,8 +107,6 @@ def row_tiles(
     HAS_BLOCKS: tl.constexpr, STAGES: tl.constexpr, BY_GROUP: tl.constexpr,
 ):  # fmt: skip
     """One tile of out: the rows of one group times its weight. Programs past the last group's tiles clear the tail.
-
-    Where there are slots, row r of the batch is a's row slots[r] // SLOTS.
 
     There are cdiv(R, BLOCK_M) + min(E, R) tiles in all, of which n groups with r rows take fewer than r / BLOCK_M + n:
     as many as the rows of no group need are left. With BY_GROUP, which wants R >= E, groups without rows take one too:
@@ -107,16 +125,8 @@ def row_tiles(
     group, first, end = find_place(offsets, tile, R, E, GROUPS, BLOCK_M, BY_GROUP)
     if (group < E) & (first < end):
         m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, SLAB)
-        # Rows past the group's end read its last one or nothing: their results are not stored.
-        # Offsets inside a tile fit 32 bits, which leaves registers for the sums.
-        rows, columns = tl.minimum(m, end - 1 - first), tl.minimum(n, N - 1 - column)
-        if slots is None:
-            a_tile = a + first.to(tl.int64) * K + (rows[:, None] * K + k[None, :])
-            a_scales = a_scale + (first + rows) * stride_sa
-        else:
-            sources = tl.load(slots + first + rows) // SLOTS
-            a_tile = a + (sources[:, None] * K + k[None, :])
-            a_scales = a_scale + sources * stride_sa
+        a_tile, a_scales = rows_of_tile(a, a_scale, slots, stride_sa, first, end, K, SLOTS, BLOCK_M, SLAB)
+        columns = tl.minimum(n, N - 1 - column)
         b_tile = b + (group.to(tl.int64) * N + column) * K + (columns[:, None] * K + k[None, :])
         slabs = tl.cdiv(K, SLAB)
         b_scales = b_scale + (group.to(tl.int64) * num_columns + column // SLAB) * slabs  # a block is a tile's width

@@ -24,7 +24,7 @@ OURS = {
         "fake_quantize_tiles hadamard_blocks scan_all"
     ),
     "GEMM, few tokens": "narrow_tiles token_tiles",
-    "GEMM, experts": "row_tiles hp_row_tiles gradient_tiles clear_rows",
+    "GEMM, experts": "row_tiles row_pairs hp_row_tiles gradient_tiles clear_rows",
     "GEMM, exact 16-bit": "mm_tiles",
     "GEMM, bias": "bias_tiles",
     "experts' routing": "choose_experts place_few_rows place_rows gather_rows add_rows",

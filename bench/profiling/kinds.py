@@ -23,7 +23,7 @@ OURS = {
         "quantize_tiles quantize_whole_rows quantize_matrices transpose_tiles update_history update_histories "
         "fake_quantize_tiles hadamard_blocks scan_all"
     ),
-    "GEMM, few tokens": "narrow_tiles gated_row_tiles token_tiles",
+    "GEMM, few tokens": "narrow_tiles token_tiles",
     "GEMM, experts": "row_tiles gated_row_tiles row_pairs hp_row_tiles gradient_tiles clear_rows",
     "GEMM, exact 16-bit": "mm_tiles",
     "GEMM, bias": "bias_tiles",

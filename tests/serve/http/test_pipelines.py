@@ -111,14 +111,15 @@ def test_one_pipelined_request_begins_at_a_time(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_all_pipelined_requests_are_answered_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.serve.http.connections.TURN_S", 0.01)
+    monkeypatch.setattr("octavo.serve.http.connections.TURN_S", 0.05)
 
     async def play() -> None:
         scene = Scene()
         pipes = {name: scene.pipe(f"{name}1", f"{name}2", f"{name}3", rest=request(f"{name}4")[:9]) for name in "abc"}
         await scene.wait_until(lambda: len(scene.begun) == 9 and not any(pipe.is_paused for pipe in pipes.values()))
         assert scene.begun == ["a1", "b1", "c1", "a2", "b2", "c2", "a3", "b3", "c3"]
-        assert min(after - before for before, after in itertools.pairwise(scene.times[3:])) > 0.009
+        # a busy CPU begins a turn late, so that the next one follows sooner
+        assert min(after - before for before, after in itertools.pairwise(scene.times[3:])) > 0.02
         for name, pipe in pipes.items():
             assert re.findall(rb"\r\n\r\n(..)", pipe.written) == [f"{name}{i}".encode() for i in (1, 2, 3)]
             pipe.connection.data_received(request(f"{name}4")[9:])

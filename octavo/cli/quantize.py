@@ -69,7 +69,8 @@ def command(
     if dialect not in QUANTIZED_DIALECTS:
         hint = did_you_mean(dialect, QUANTIZED_DIALECTS)
         got = f"got {dialect!r}{hint}" if dialect else "and is not given"
-        raise ConfigError(f"--dialect must be one of {', '.join(QUANTIZED_DIALECTS)}, {got}")
+        most = "vLLM, SGLang and transformers read fp8-block"
+        raise ConfigError(f"--dialect must be one of {', '.join(QUANTIZED_DIALECTS)} ({most}), {got}")
     console = Console()
     wide = console if console.is_terminal else Console(width=max(console.width, _WIDTH))
     text = CalibrationText(calibration, eval_text, num_calibration_samples, eval_samples, max_seq_length)

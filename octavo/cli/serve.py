@@ -80,7 +80,7 @@ def command(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     key_from_env = api_key_from_env()
     config = ServerConfig(
-        model_names=tuple(served_model_name or [default_name(model)]),
+        model_names=tuple(served_model_name or default_names(model)),
         api_keys=tuple(api_key or ([key_from_env] if key_from_env else [])),
         admin_key=admin_key or admin_key_from_env(),
         max_num_waiting=max_num_waiting,
@@ -121,11 +121,11 @@ def command(
         raise typer.Exit(run_server(asked.build, config, host, port))
 
 
-def default_name(model: Path) -> str:
-    """The directory's name; RUN-step-N for RUN/checkpoints/step-N/model, where that name is of any run."""
+def default_names(model: Path) -> list[str]:
+    """The directory's name; RUN-step-N and RUN for RUN/checkpoints/step-N/model, where its own is of any run."""
     path = model.resolve()
     found = _OF_A_RUN.fullmatch("/".join(path.parts[-4:]))
-    return f"{found[1]}-step-{found[2]}" if found else path.name
+    return [f"{found[1]}-step-{found[2]}", found[1]] if found else [path.name]
 
 
 @dataclasses.dataclass(frozen=True)

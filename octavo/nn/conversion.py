@@ -124,7 +124,7 @@ class ConversionReport:
 @former_keywords(skip="ignore")
 def convert(
     model: nn.Module,
-    recipe: Recipe | str,
+    recipe: Recipe | str = "blockwise",
     *,
     ignore: tuple[str, ...] = DEFAULT_IGNORE,
     exact: bool = False,
@@ -142,7 +142,7 @@ def convert(
 
     Args:
         model: any module.
-        recipe: a Recipe or its name.
+        recipe: a Recipe or its name; the default is autocast's.
         ignore: names left in high precision: a linear's or parameter's full name, its last part, or the full name of a
             module above, never a substring. It replaces the default: name lm_head too where that shall stay.
         exact: make the forward of linears and norms row-local in bits (needs a row-local recipe).

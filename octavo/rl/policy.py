@@ -54,10 +54,14 @@ def warm_policy(
         on_step=progress.show_warmup,
     )
     progress.end()
-    if steps and steps[-1].reward is not None and steps[-1].reward < config.warmup.target_reward:
+    if steps and (reward := steps[-1].reward) is not None:
+        wanted = config.warmup.target_reward
         progress.say(
-            f"warning: the warm start ended at a mean reward of {steps[-1].reward:.2f}, below warmup.target_reward = "
-            f"{config.warmup.target_reward}; what is never rewarded cannot be reinforced: raise warmup.steps"
+            f"the warm start reached a mean reward of {reward:.2f} (warmup.target_reward = {wanted}) in step "
+            f"{steps[-1].step}"
+            if reward >= wanted
+            else f"warning: the warm start ended at a mean reward of {reward:.2f}, below warmup.target_reward = "
+            f"{wanted}; what is never rewarded cannot be reinforced: raise warmup.steps"
         )
     model.mark_weights_updated()  # the warm start's optimizer knows its bf16 view alone
     return steps

@@ -8,6 +8,7 @@ from octavo import nn
 from octavo.errors import ConfigError, RecipeError
 from octavo.nn import plain_linears
 from octavo.nn.functional.linear import warn_of_fp16
+from octavo.numerics import get_recipe
 from octavo.numerics.analysis import sqnr
 from octavo.testing import assert_bitwise, assert_sqnr
 from tests.assertions import assert_raises
@@ -244,3 +245,13 @@ def test_fp16_gradients_that_fp8_hides_are_said(path):
         out = model(x)
     out.backward(torch.full_like(out, float("inf")))
     assert all(parameter.grad.isfinite().all() for name, parameter in model.named_parameters() if "weight" in name)
+
+
+def test_the_default_is_autocasts() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128))
+    nn.convert(model)
+    assert model[0].recipe == get_recipe("blockwise")
+    x = torch.randn(4, 128, generator=torch.Generator().manual_seed(0))
+    own = model(x)
+    with nn.autocast():
+        assert_bitwise(torch.nn.functional.linear(x, model[0].weight, model[0].bias), own)

@@ -9,6 +9,8 @@ from octavo.errors import NonFiniteError
 from octavo.models import save_model, sequence_logprobs
 from octavo.numerics import Numerics, get_recipe
 from octavo.rl.config import WarmupSection
+from octavo.rl.policy import warm_policy
+from octavo.rl.progress import RLProgress
 from octavo.rl.tasks import Arithmetic
 from octavo.rl.warmup import WarmupStep, warm_up
 from octavo.run.optimizer import MasterAdamW
@@ -84,3 +86,22 @@ def test_a_run_from_a_warm_checkpoint_goes_on(tmp_path: Path, policy: Policy, mo
     sections = {"model": {"path": str(tmp_path / "warm")}, "warmup": {"steps": 5, "check_prompts": 8}}
     result = run(tiny_config(tmp_path, **sections, trainer={"steps": 1}))
     assert result.warmup == [] and len(result.history) == 1
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        (0.5, "the warm start reached a mean reward of 0.50 (warmup.target_reward = 0.5) in step 7"),
+        (0.4, "warning: the warm start ended at a mean reward of 0.40, below warmup.target_reward = 0.5; "),
+    ],
+)
+def test_how_it_ended_is_said(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: float, said: str
+) -> None:
+    monkeypatch.setattr("octavo.rl.policy.warm_up", lambda *_, **__: [WarmupStep(7, 1.0, reward)])
+    config = tiny_config(tmp_path, warmup={"steps": 9, "target_reward": 0.5, "check_prompts": 8})
+    progress, told = RLProgress(enabled=False), []
+    monkeypatch.setattr(progress, "say", told.append)
+    warm_policy(config, *policy, TASK, progress)
+    (line,) = told
+    assert line.startswith(said)

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("fastapi")
 
-from octavo.cli.serve import Asked, default_name
+from octavo.cli.serve import Asked, default_names
 from octavo.env import admin_key_from_env, api_key_from_env
 from octavo.errors import BackendError, CheckpointError, ConfigError, KeywordError
 from octavo.models import char_tokenizer, save_model
@@ -99,15 +99,15 @@ def test_a_folder_that_is_no_checkpoint(tmp_path: Path, run_octavo: RunOctavo) -
 @pytest.mark.parametrize(
     ("path", "wanted"),
     [
-        ("runs/mine/checkpoints/step-00000200/model", "mine-step-200"),
-        ("runs/mine/checkpoints/step-00000000/model", "mine-step-0"),
-        ("runs/mine/checkpoints/step-00000200", "step-00000200"),
-        ("Qwen3-8B/model", "model"),
-        ("Qwen3-8B", "Qwen3-8B"),
+        ("runs/mine/checkpoints/step-00000200/model", ["mine-step-200", "mine"]),
+        ("runs/mine/checkpoints/step-00000000/model", ["mine-step-0", "mine"]),
+        ("runs/mine/checkpoints/step-00000200", ["step-00000200"]),
+        ("Qwen3-8B/model", ["model"]),
+        ("Qwen3-8B", ["Qwen3-8B"]),
     ],
 )
-def test_the_name_that_a_model_is_served_under(tmp_path: Path, path: str, wanted: str) -> None:
-    assert default_name(tmp_path / path) == wanted
+def test_the_names_that_a_model_is_served_under(tmp_path: Path, path: str, wanted: list[str]) -> None:
+    assert default_names(tmp_path / path) == wanted
 
 
 def test_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,11 +156,11 @@ class GroupedLinear(Linear):
 
 def row_alignment(recipe: Recipe, device: torch.device, *, training: bool, exact: bool = False) -> int:
     """What the rows of each expert must be padded to a multiple of, for grouped GEMMs under a recipe on a device."""
-    is_block = recipe.in_fp8("output") and recipe.input is not None and recipe.input.kind == "block_1x128"
-    # Our own kernels, of block scales and exact ones, take groups of any size; a few tokens' padding would be most
-    # of the batch.
-    is_ours = is_block or exact
-    rows = 1 if device.type != "cuda" or (is_ours and not training) else ALIGNMENT
+    of_rows = recipe.in_fp8("output") and recipe.input is not None and recipe.input.kind in ("block_1x128", "per_row")
+    # Products of codes with scales of their rows, and exact ones, take groups of any size; a few tokens' padding would
+    # be most of the batch.
+    takes_any = of_rows or exact
+    rows = 1 if device.type != "cuda" or (takes_any and not training) else ALIGNMENT
     if training and recipe.in_fp8("grad_weight"):
         assert recipe.wgrad_input is not None and recipe.grad_output is not None, "an FP8 backward quantizes both"
         rows = max(rows, recipe.wgrad_input.block_size[1], recipe.grad_output.block_size[1])

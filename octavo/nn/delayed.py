@@ -41,7 +41,7 @@ _peers: "weakref.WeakKeyDictionary[DelayedLinear, list[weakref.ref[DelayedLinear
 
 
 def join_model(linears: Sequence["DelayedLinear"]) -> None:
-    """Let a model's linears with state be reduced together, in this order, whether they run or not."""
+    """Let a model's linears be reduced together where they have state, in this order, whether they run or not."""
     refs = [weakref.ref(linear) for linear in linears]
     for linear in linears:
         _peers[linear] = refs

@@ -94,7 +94,7 @@ class OctavoMixedPrecision(MixedPrecision):  # type: ignore[misc]
         Plain values, alike on all ranks; with fp8_communication also residuals, of which each rank saves its own.
         """
         handle = self.handle
-        assert self._model is not None
+        assert self._model is not None, "the booster configures it before it has a state"
         agree_on_staged_amaxes(self._model)
         state = handle.state_dict()
         return state if self._hook is None else {**state, "fp8_communication": self._hook.state_dict()}

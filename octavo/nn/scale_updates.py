@@ -46,11 +46,10 @@ class ScaleUpdates(ModelState):
 def follow_steps(model: nn.Module) -> None:
     """Let a model's scales follow its optimizers' steps, and its linears be known to each other: what convert does."""
     linears = [module for module in model.modules() if isinstance(module, Linear)]
-    stateful = [linear for linear in linears if linear.recipe is not None and linear.recipe.has_state]
     join_model(linears)  # all: set_recipe may give one of them state later
     for module in model.modules():
         vars(module).pop(_PLACE, None)  # of a part that was converted by itself, which this one now updates
-    if any(linear.recipe.updates_at_steps for linear in stateful if linear.recipe is not None):
+    if any(linear.recipe is not None and linear.recipe.updates_at_steps for linear in linears):
         vars(model)[_PLACE] = ScaleUpdates(model)
 
 

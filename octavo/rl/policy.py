@@ -55,14 +55,15 @@ def warm_policy(
     )
     progress.end()
     if steps and (reward := steps[-1].reward) is not None:
-        wanted = config.warmup.target_reward
-        progress.say(
-            f"the warm start reached a mean reward of {reward:.2f} (warmup.target_reward = {wanted}) in step "
-            f"{steps[-1].step}"
-            if reward >= wanted
-            else f"warning: the warm start ended at a mean reward of {reward:.2f}, below warmup.target_reward = "
-            f"{wanted}; what is never rewarded cannot be reinforced: raise warmup.steps"
-        )
+        said = f"a mean reward of {reward:.2f} in step {steps[-1].step}"
+        target = f"warmup.target_reward = {config.warmup.target_reward}"
+        if reward >= config.warmup.target_reward:
+            progress.say(f"the warm start reached {said}; {target}")
+        else:
+            progress.say(
+                f"warning: the warm start ended at {said}, below {target}; what is never rewarded cannot be "
+                "reinforced: raise warmup.steps"
+            )
     model.mark_weights_updated()  # the warm start's optimizer knows its bf16 view alone
     return steps
 

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import octavo
 from octavo import env
 from octavo.models.checkpoint.dialects import read_config
 from octavo.ops._runtime.kernel_requests.triton import CacheEntry, compiler_version
+from octavo.run.atomic import write_atomic
 from octavo.serve.engine import EngineConfig
 from octavo.serve.model_choice import numerics_asked
 
@@ -67,14 +67,7 @@ class KernelList:
         """Keep a list, whole or not at all; a disk that takes nothing is no error."""
         with contextlib.suppress(OSError):
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            name = f"{self.file}.{os.getpid()}"  # readable to others, as Triton's files are: an image's are root's
-            try:
-                with open(name, "w", encoding="utf-8") as file:
-                    json.dump(sorted(entries), file)
-                os.replace(name, self.file)
-            except BaseException:
-                os.unlink(name)
-                raise
+            write_atomic(self.file, json.dumps(sorted(entries)))
 
 
 def _sources() -> str:

@@ -91,8 +91,8 @@ def test_a_run_from_a_warm_checkpoint_goes_on(tmp_path: Path, policy: Policy, mo
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
-        (0.5, "the warm start reached a mean reward of 0.50 (warmup.target_reward = 0.5) in step 7"),
-        (0.4, "warning: the warm start ended at a mean reward of 0.40, below warmup.target_reward = 0.5; "),
+        (0.5, "the warm start reached a mean reward of 0.50 in step 7; warmup.target_reward = 0.5"),
+        (0.4, "warning: the warm start ended at a mean reward of 0.40 in step 7, below warmup.target_reward = 0.5; "),
     ],
 )
 def test_how_it_ended_is_said(

@@ -19,7 +19,6 @@ import octavo
 from octavo.ops._runtime.kernel_cache.triton import use_checked_cache
 from octavo.ops._runtime.kernel_requests import triton as kernel_requests
 from octavo.ops._runtime.kernel_requests.triton import CacheEntry
-from octavo.serve import kernel_list
 from octavo.serve.engine import EngineConfig
 from octavo.serve.kernel_list import KernelList
 from tests.serve.random_models import make_config
@@ -133,7 +132,7 @@ def test_it_is_of_one_state_of_the_sources(tmp_path: Path, monkeypatch: pytest.M
     assert listed(tmp_path).file in found
 
 
-@pytest.mark.parametrize("fails", ["mkdir", "dump", "replace"])
+@pytest.mark.parametrize("fails", ["mkdir", "fsync", "replace"])
 def test_a_disk_that_takes_nothing_is_no_error(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels, entry, other = listed(tmp_path), compiled("norm"), compiled("gemm")
     if fails != "mkdir":
@@ -143,7 +142,7 @@ def test_a_disk_that_takes_nothing_is_no_error(fails: str, tmp_path: Path, monke
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        owner = {"mkdir": Path, "dump": kernel_list.json, "replace": os}[fails]
+        owner = {"mkdir": Path, "fsync": os, "replace": os}[fails]
         patch.setattr(owner, fails, fail)
         kernels.write({entry, other})
     left = list(kernels.file.parent.glob("*"))

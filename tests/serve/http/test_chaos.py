@@ -104,7 +104,7 @@ async def besiege(process: Process, count: int, seed: int) -> Counter[str]:
 
 
 def storm(checkpoint: Path, count: int, seed: int) -> None:
-    limits = ["--max-num-seqs", "6", "--max-num-waiting", "10", "--num-kv-pages", "24", "--max-model-len", "256"]
+    limits = ["--max-num-seqs", "6", "--max-num-waiting", "16", "--num-kv-pages", "24", "--max-model-len", "256"]
     limits += ["--max-num-batched-tokens", "96", "--max-body-bytes", "100000"]
     with served(str(checkpoint), "--port", "0", "--device", "cpu", *limits) as process:
         process.wait_until_ready()
@@ -112,7 +112,7 @@ def storm(checkpoint: Path, count: int, seed: int) -> None:
         code, log = process.end()
     assert code == 0, log
     assert outcomes.total() == count
-    assert outcomes["200"] > count / 10  # the busier the CPU, the fewer find room: 219 of 1000 were seen
+    assert outcomes["200"] > count / 4 and outcomes["429"] > 0
     assert outcomes["left"] > 0
     assert {key for key in outcomes if " " in key} <= {"400 malformed", "400 oversize", "413 oversize", "400 unknown"}
     books = BOOKS.search(log)
@@ -120,6 +120,7 @@ def storm(checkpoint: Path, count: int, seed: int) -> None:
     admitted, stop, length, abort, error, still_open, pages = map(int, books.groups())
     assert (error, still_open, pages) == (0, 0, 0)
     assert stop + length + abort >= admitted >= outcomes["200"] + 8
+    assert admitted <= outcomes["200"] + outcomes["left"] + 8, "who was admitted and stayed has an answer"
     assert "Traceback" not in log, log[log.index("Traceback") :]
 
 

@@ -18,9 +18,8 @@ from octavo.ops.gemm.grouped_mm.triton import (
     LEAST_GROUPS,
     SLAB,
     clear_tile,
-    find_place,
-    is_by_group,
     num_tiles,
+    place_of,
     rows_of_tile,
 )
 from octavo.ops.quantize.triton.casts import round_to
@@ -29,7 +28,7 @@ from octavo.ops.quantize.triton.plan import SOURCE_TYPES, Output, rule_of_rows
 
 # Rows a group on average up to which it is taken: two products fit no tiles of more than 32 rows.
 FEW_ROWS = 16
-FEWEST_ROWS = 4  # a group on average: up to here most have no more than 16
+FEWEST_ROWS = 8  # a group on average: up to here most have no more than 16
 WARPS, STAGES = 4, 3
 
 
@@ -37,7 +36,7 @@ WARPS, STAGES = 4, 3
 def gated_row_tiles(
     out, out_scale, infinite, a, a_scale, b, b_scale, offsets, slots, stride_sa, stride_sa_slab, R, F, K, E,
     SLOTS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, SLAB: tl.constexpr,
-    STAGES: tl.constexpr, BY_GROUP: tl.constexpr, DTYPE: tl.constexpr, RULE: tl.constexpr,
+    STAGES: tl.constexpr, DTYPE: tl.constexpr, RULE: tl.constexpr,
 ):  # fmt: skip
     """One tile of out and its scales; where rows are of no group, codes of zeros. See row_tiles of grouped_mm.
 
@@ -46,7 +45,8 @@ def gated_row_tiles(
     num_blocks = F // BLOCK_F
     tile, block = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks
     column = block * BLOCK_F
-    group, first, end = find_place(offsets, tile, R, E, GROUPS, BLOCK_M, BY_GROUP)
+    # A group's tiles follow each other, so that one of many rows finds its weight in the cache.
+    group, first, end = place_of(offsets, tile, R, E, GROUPS, BLOCK_M, 0)
     m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_F), tl.arange(0, SLAB)
     is_row = m < end - first
     scale_places = out_scale + block.to(tl.int64) * R + first + m
@@ -115,7 +115,7 @@ def grouped_swiglu(
     with on_device_of(made.qdata):
         launch = launcher_of(
             gated_row_tiles, SLOTS=slots_per_row, GROUPS=max(LEAST_GROUPS, triton.next_power_of_2(E)), BLOCK_M=block_m,
-            BLOCK_F=SLAB, SLAB=SLAB, STAGES=STAGES, BY_GROUP=is_by_group(R, E), DTYPE=SOURCE_TYPES[dtype],
+            BLOCK_F=SLAB, SLAB=SLAB, STAGES=STAGES, DTYPE=SOURCE_TYPES[dtype],
             RULE=rule_of_rows(scaling, dtype), num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
         flag, scales = infinity_flag(made.qdata.device), (a.scale.stride(0), a.scale.stride(1))

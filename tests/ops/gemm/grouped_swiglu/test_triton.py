@@ -40,11 +40,9 @@ def assert_same(found: QuantizedTensor, wanted: QuantizedTensor) -> None:
     assert found.scale.stride() == wanted.scale.stride()
 
 
-@pytest.mark.parametrize("most_by_group", [0, 10**6], ids=["searched", "by_group"])
 @pytest.mark.parametrize("sizes", GROUPS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bits(shape, sizes, most_by_group, monkeypatch) -> None:
-    monkeypatch.setattr(grouped_kernels, "MOST_BY_GROUP", most_by_group)
+def test_bits(shape, sizes) -> None:
     (both, width), groups = shape, sizes[:-1]
     a, whole = make((sum(sizes), width), BLOCK, 0), make((len(groups) * both, width), SQUARE, 1)
     arguments = a, whole, ends(groups), None, 1, BLOCK, torch.bfloat16

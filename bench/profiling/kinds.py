@@ -6,7 +6,7 @@ import re
 OTHER = "other"
 # Of octavo's Triton kernels, by their whole names: a library's may hold one of them.
 OURS = {
-    "attention": "attend_tiles merge_splits",
+    "attention": "attend_tiles",
     "attention, backward": "delta_rows key_gradients query_gradients",
     "attention, cache read": "kv_rows",
     "QK-norm, RoPE, cache write": "qkv_rows",
@@ -24,10 +24,10 @@ OURS = {
         "fake_quantize_tiles hadamard_blocks scan_all"
     ),
     "GEMM, few tokens": "narrow_tiles token_tiles",
-    "GEMM, experts": "row_tiles hp_row_tiles gradient_tiles clear_rows",
+    "GEMM, experts": "row_tiles gated_row_tiles row_pairs hp_row_tiles gradient_tiles clear_rows",
     "GEMM, exact 16-bit": "mm_tiles",
     "GEMM, bias": "bias_tiles",
-    "experts' routing": "choose_experts place_rows gather_rows add_rows",
+    "experts' routing": "choose_experts place_few_rows place_rows gather_rows add_rows",
     "logprobs and loss": (
         "logit_rows_kernel logit_grads_kernel cross_entropy_rows_kernel block_maxima add_block_units"
     ),

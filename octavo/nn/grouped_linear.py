@@ -7,7 +7,7 @@ import torch
 
 from octavo.errors import RecipeError, ShapeError
 from octavo.nn.autocast_context import effective_recipe
-from octavo.nn.functional.grouped import GroupedLinearFunction, grouped_output
+from octavo.nn.functional.grouped import GroupedLinearFunction, grouped_output, grouped_swiglu
 from octavo.nn.fusion import fusable
 from octavo.nn.linear import Linear
 from octavo.nn.weights.experts import ExpertCodes, ExpertShapes, ExpertWeight
@@ -15,6 +15,7 @@ from octavo.nn.weights.operands import Operands
 from octavo.nn.weights.plan import LinearPlan
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
+from octavo.numerics.scaling import Scaling
 from octavo.ops.gemm.grouped_mm import Gather
 from octavo.ops.gemm.grouped_mm.library import ALIGNMENT
 
@@ -128,14 +129,38 @@ class GroupedLinear(Linear):
         self._check_exact(plan.recipe)
         return grouped_output(rows, self.weight, self.source, plan, offsets, out_dtype, observe=False, gather=gather)
 
+    def multiply_to_swiglu(
+        self,
+        rows: QuantizedTensor,
+        offsets: torch.Tensor,
+        plan: LinearPlan,
+        dtype: torch.dtype,
+        gather: Gather | None,
+        *,
+        scaling: Scaling,
+        quant_scale: torch.Tensor | None = None,
+    ) -> QuantizedTensor:
+        """SwiGLU of multiply_codes [R, N], whose first half is the gate, as codes [R, N / 2].
+
+        Args:
+            rows: as in multiply_codes.
+            scaling: of the codes.
+            quant_scale: [1] fp32, known; None for the scaling's own.
+        """
+        self._check_exact(plan.recipe)
+        return grouped_swiglu(
+            rows, self.weight, self.source, plan, offsets, dtype,
+            scaling=scaling, quant_scale=quant_scale, gather=gather,
+        )  # fmt: skip
+
 
 def row_alignment(recipe: Recipe, device: torch.device, *, training: bool, exact: bool = False) -> int:
     """What the rows of each expert must be padded to a multiple of, for grouped GEMMs under a recipe on a device."""
-    is_block = recipe.in_fp8("output") and recipe.input is not None and recipe.input.kind == "block_1x128"
-    # Our own kernels, of block scales and exact ones, take groups of any size; a few tokens' padding would be most
-    # of the batch.
-    is_ours = is_block or exact
-    rows = 1 if device.type != "cuda" or (is_ours and not training) else ALIGNMENT
+    of_rows = recipe.in_fp8("output") and recipe.input is not None and recipe.input.kind in ("block_1x128", "per_row")
+    # Products of codes with scales of their rows, and exact ones, take groups of any size; a few tokens' padding would
+    # be most of the batch.
+    takes_any = of_rows or exact
+    rows = 1 if device.type != "cuda" or (takes_any and not training) else ALIGNMENT
     if training and recipe.in_fp8("grad_weight"):
         assert recipe.wgrad_input is not None and recipe.grad_output is not None, "an FP8 backward quantizes both"
         rows = max(rows, recipe.wgrad_input.block_size[1], recipe.grad_output.block_size[1])

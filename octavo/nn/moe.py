@@ -21,7 +21,6 @@ from octavo.nn.weights.delayed import DelayedState
 from octavo.nn.weights.plan import LinearPlan
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
-from octavo.ops.activation import activation_quantize
 from octavo.ops.gemm.grouped_mm import Gather
 from octavo.ops.gemm.hp_mm import hp_mm
 from octavo.ops.moe import ExpertRows, Routing, combine_rows, dispatch_codes, dispatch_rows, moe_routing
@@ -125,10 +124,11 @@ class Experts(FusedLayer):
             tokens = dispatch_codes(tokens, routing)
         else:
             gather = Gather(routing.slots, routing.rows.shape[1])
-        hidden = self.gate_up_proj.multiply_codes(tokens, routing.offsets, plans[0], dtype, gather)  # [R, 2I]
         known = plans[1].known(DelayedState.INPUT, observe=False)
-        activated = activation_quantize(hidden, kind="swiglu", scaling=scaling, **known)
-        return self.down_proj.multiply_codes(activated.rows, routing.offsets, plans[1], dtype)
+        hidden = self.gate_up_proj.multiply_to_swiglu(
+            tokens, routing.offsets, plans[0], dtype, gather, scaling=scaling, **known
+        )  # [R, I]
+        return self.down_proj.multiply_codes(hidden, routing.offsets, plans[1], dtype)
 
     def alignment(self, device: torch.device, *, training: bool) -> int:
         """What each expert's rows must be padded to a multiple of."""

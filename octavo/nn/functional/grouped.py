@@ -11,6 +11,8 @@ from octavo.nn.functional.saved_operands import save_operands, saved_operands
 from octavo.nn.weights.experts import ExpertCodes, ExpertWeight
 from octavo.nn.weights.plan import LinearPlan
 from octavo.numerics.quantized import QuantizedTensor
+from octavo.numerics.scaling import Scaling
+from octavo.ops.activation import activation_quantize
 from octavo.ops.gemm.grouped_mm import (
     Gather,
     grouped_mm,
@@ -18,6 +20,7 @@ from octavo.ops.gemm.grouped_mm import (
     scaled_grouped_mm,
     scaled_grouped_mm_columns,
 )
+from octavo.ops.gemm.grouped_swiglu import grouped_swiglu_quantize
 from octavo.ops.quantize import quantize
 
 ExpertSource = ExpertWeight | ExpertCodes
@@ -109,6 +112,30 @@ def grouped_output(
         for _, codes in source.shapes.by_expert(source.forward(weight, plan, observe=observe))
     ]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+
+
+def grouped_swiglu(
+    rows: QuantizedTensor,
+    weight: torch.Tensor | None,
+    source: ExpertSource,
+    plan: LinearPlan,
+    offsets: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    scaling: Scaling,
+    quant_scale: torch.Tensor | None,
+    gather: Gather | None,
+) -> QuantizedTensor:
+    """grouped_output of gate and up [R, 2F], then the codes [R, F] of SwiGLU of it."""
+    operands = source.shapes.by_expert(source.forward(weight, plan))
+    if len(operands) > 1:  # gate and up apart
+        out = grouped_output(rows, weight, source, plan, offsets, dtype, observe=False, gather=gather)
+        return activation_quantize(out, kind="swiglu", scaling=scaling, quant_scale=quant_scale).rows
+    fast = "output" in plan.recipe.fast_accum and not plan.exact
+    return grouped_swiglu_quantize(
+        rows, operands[0][1], offsets, scaling=scaling, gather=gather, quant_scale=quant_scale, dtype=dtype,
+        exact=plan.exact, fast_accum=fast,
+    )  # fmt: skip
 
 
 def _grad_input(

@@ -1,7 +1,8 @@
 """Triton routing: two launches for any number of tokens, one to sort rows by expert, one to add them up again.
 
-A counting sort in a fixed order instead of atomics. `choose_experts` counts the experts of each of its blocks of
-tokens; every program of `place_rows` adds these counts up for itself, so that no third launch has to.
+A counting sort in a fixed order instead of atomics. Of few tokens every program of `place_few_rows` reads all choices
+and places the rows of one expert. Of more `choose_experts` counts the experts of each of its blocks of tokens, and
+every program of `place_rows` adds these counts up for itself, so that no third launch has to.
 Legend: T tokens, E experts, S slots (TOP_K), R rows of the sorted batch, H width, W words of a row.
 """
 
@@ -9,23 +10,30 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
+from octavo.ops._runtime.launch.triton import (
+    can_begin_early,
+    launcher_of,
+    let_next_begin,
+    on_device_of,
+    wait_for_last,
+)
 from octavo.ops.moe.reference import num_rows, scale_layout
 
 MAX_EXPERTS = 512  # a program holds every expert of a few tokens
-FEW_TOKENS = 512  # up to here small blocks keep the latency low; beyond, large ones keep the counts few
+FEW_TOKENS, FEW_SLOTS = 512, 16  # up to here latency counts: a warp a token, then a program an expert
+TOKENS_A_PASS = 256  # of place_few_rows: one a thread
 CHOOSE_WARPS, PLACE_WARPS, COPY_WARPS = 4, 8, 4
 COUNTS_A_CHUNK = 8192
 PLACE_PROGRAMS = 128  # one wave, in which each adds up all counts
 PLACES_A_TILE = 16384  # a slot has a place for every expert
-MOST_SLOTS_A_TILE = 32, 128  # of few tokens, of more
-FILL = 1024
+MOST_SLOTS_A_TILE = 128
+FILL = 256
 ROWS_A_COPY, COPY_BYTES, SUM_WIDTH = 4, 2048, 1024
 
 SUM_UNIT = tl.constexpr(2.0**39)  # as exact_sum with 40 bits has it, where the largest exponential is 1
 ROUNDER = tl.constexpr(1.5 * 2.0**52)  # added to an fp64 and taken off again, it leaves a whole number
 LARGEST_KEY = tl.constexpr(0x7FC00000)  # of a NaN, which a sort puts above all numbers
-LAST_EXPERT = tl.constexpr(0xFFFF)  # the lowest 16 bits of a key
+NO_EXPERT = tl.constexpr(0x7FFF)
 
 
 @triton.jit
@@ -37,20 +45,22 @@ def _softmax(logits, stride, t, e, E):
     distance = (x - tl.max(x, axis=1)[:, None]).to(tl.float64)
     exponentials = tl.where(is_expert, tl.exp(distance).to(tl.float32), 0.0)
     integers = (exponentials.to(tl.float64) * SUM_UNIT + ROUNDER) - ROUNDER
-    total = (tl.sum(integers, axis=1) / SUM_UNIT).to(tl.float32)
+    total = (tl.sum(integers, axis=1) * (1.0 / SUM_UNIT)).to(tl.float32)  # by a power of two: exact, and no division
     return tl.div_rn(exponentials, total[:, None])
 
 
 @triton.jit(do_not_specialize=("T", "R", "share"))  # which differ from step to step
 def choose_experts(
-    weights, experts, probs, counts, slots, logits, stride, T, E, R, share,
+    weights, experts, short_experts, probs, counts, slots, logits, stride, T, E, R, share,
     TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
     FILL: tl.constexpr,
 ):  # fmt: skip
-    """A block of tokens: probabilities, the S likeliest experts, and how many tokens chose each.
+    """A block of tokens: probabilities, the S likeliest experts, and for place_rows how many tokens chose each.
 
-    On the way every program marks `share` rows of the sorted batch as padding.
+    place_few_rows has the experts as int16 instead. On the way every program marks `share` rows of the sorted batch as
+    padding.
     """
+    let_next_begin()
     pid = tl.program_id(0)
     t = pid * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, EXPERTS)
@@ -58,18 +68,18 @@ def choose_experts(
     is_in = (t < T)[:, None] & (e < E)[None, :]
     p = _softmax(logits, stride, tl.minimum(t, T - 1), e, E)
     tl.store(probs + t.to(tl.int64)[:, None] * E + e[None, :], p, mask=is_in)
-    # A probability's bits rise with it. Below them the expert, turned round: of equal ones the lowest is the largest.
-    bits = tl.where(p == p, p.to(tl.int32, bitcast=True), LARGEST_KEY).to(tl.int64)
-    keys = (bits << 16) + (e ^ LAST_EXPERT)[None, :]
+    # A probability's bits rise with it. A warp finds the largest, and the lowest expert of it, in one instruction each,
+    # as it could not find both in one number of 64 bits.
+    keys = tl.where(p == p, p.to(tl.int32, bitcast=True), LARGEST_KEY)
     keys = tl.where((e < E)[None, :], keys, -1)
     chosen = tl.zeros([BLOCK_T, SLOTS], tl.int32)
     best = tl.zeros([BLOCK_T, SLOTS], tl.float32)
     total = tl.zeros([BLOCK_T], tl.float32)
     for s in tl.static_range(TOP_K):
         top = tl.max(keys, axis=1)
-        keys = tl.where(keys == top[:, None], -1, keys)
-        value = (top >> 16).to(tl.int32).to(tl.float32, bitcast=True)
-        expert = (top & LAST_EXPERT).to(tl.int32) ^ LAST_EXPERT
+        expert = tl.min(tl.where(keys == top[:, None], e[None, :], EXPERTS), axis=1)  # of equal ones the lowest
+        keys = tl.where(e[None, :] == expert[:, None], -1, keys)
+        value = top.to(tl.float32, bitcast=True)
         chosen = tl.where(slot == s, expert[:, None], chosen)
         best = tl.where(slot == s, value[:, None], best)
         total += value
@@ -79,13 +89,62 @@ def choose_experts(
     is_slot = (t < T)[:, None] & (slot < TOP_K)
     tl.store(weights + places, best, mask=is_slot)
     tl.store(experts + places, chosen.to(tl.int64), mask=is_slot)
-    count = tl.sum((is_in & (keys == -1)).to(tl.int32), axis=0)
-    tl.store(counts + pid * E + e, count.to(tl.int8), mask=e < E)
+    if short_experts is not None:
+        tl.store(short_experts + places, chosen.to(tl.int16), mask=is_slot)
+    if counts is not None:
+        count = tl.sum((is_in & (keys == -1)).to(tl.int32), axis=0)
+        tl.store(counts + pid * E + e, count.to(tl.int8), mask=e < E)
     for start in range(0, share, FILL):
         index = start + tl.arange(0, FILL)
         row = pid * share + index
         padding = tl.zeros([FILL], tl.int64) + T * TOP_K
         tl.store(slots + row, padding, mask=(index < share) & (row < R))
+
+
+@triton.jit
+def _experts_of(short_experts, t, T, TOP_K: tl.constexpr, SLOTS: tl.constexpr):
+    """What tokens t [TOKENS] chose: [TOKENS, SLOTS] int32, NO_EXPERT from T and TOP_K on."""
+    slot = tl.arange(0, SLOTS)[None, :]
+    is_slot = (t < T)[:, None] & (slot < TOP_K)
+    return tl.load(short_experts + t[:, None] * TOP_K + slot, mask=is_slot, other=NO_EXPERT).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=("T",))
+def place_few_rows(
+    rows, slots, offsets, short_experts, T,
+    ALIGNMENT: tl.constexpr, TOP_K: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """The rows of one expert, past those of all lower ones, TOKENS tokens at a time.
+
+    Where they begin is where the expert before ends: one program more than experts stores the last end.
+    """
+    wait_for_last(EARLY)
+    own = tl.program_id(0)
+    i = tl.arange(0, TOKENS)
+    if ALIGNMENT == 1:
+        lower = tl.zeros([TOKENS], tl.int32)
+        for start in range(0, T, TOKENS):
+            expert = _experts_of(short_experts, start + i, T, TOP_K, SLOTS)
+            lower += tl.sum((expert < own).to(tl.int32), axis=1)
+    else:
+        lower = tl.zeros([EXPERTS], tl.int32)
+        for start in range(0, T, TOKENS):
+            expert = tl.ravel(_experts_of(short_experts, start + i, T, TOP_K, SLOTS), can_reorder=True)
+            lower += tl.histogram(expert, EXPERTS, mask=expert < own)
+        lower = (lower + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
+    row = tl.sum(lower, axis=0)
+    tl.store(offsets + own - 1, row, mask=own > 0)
+    for start in range(0, T, TOKENS):
+        t = start + i
+        is_own = _experts_of(short_experts, t, T, TOP_K, SLOTS) == own
+        place = tl.sum(tl.where(is_own, tl.arange(0, SLOTS)[None, :] + 1, 0), axis=1)  # a token has an expert once
+        is_chosen = (place > 0).to(tl.int32)
+        slot, own_row = t * TOP_K + place - 1, row + tl.cumsum(is_chosen, axis=0) - 1
+        tl.store(rows + slot, own_row.to(tl.int64), mask=place > 0)
+        tl.store(slots + own_row, slot.to(tl.int64), mask=place > 0)
+        if start + TOKENS < T:
+            row += tl.sum(is_chosen, axis=0)
 
 
 @triton.jit(do_not_specialize=("num_slots", "num_counts", "own_counts", "span"))
@@ -181,35 +240,38 @@ def moe_routing(
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     (T, E), device = logits.shape, logits.device
     R, width = num_rows(T * top_k, E, alignment), triton.next_power_of_2(E)
-    choose = _block(T, width)
-    programs = triton.cdiv(T, choose)  # each of which counts
-    own_counts = triton.cdiv(programs, PLACE_PROGRAMS)
-    tile = min(MOST_SLOTS_A_TILE[T > FEW_TOKENS], PLACES_A_TILE // width)
+    is_few = T <= FEW_TOKENS and top_k <= FEW_SLOTS
+    block, warps = (1, 1) if is_few else (min(16, 2048 // width), CHOOSE_WARPS)
+    programs, num_slots, places = triton.cdiv(T, block), T * top_k, triton.next_power_of_2(top_k)
     experts, rows = (torch.empty(T, top_k, dtype=torch.int64, device=device) for _ in range(2))
     weights = torch.empty(T, top_k, dtype=torch.float32, device=device)
     probs = torch.empty(T, E, dtype=torch.float32, device=device)
     slots = torch.empty(R, dtype=torch.int64, device=device)
     offsets = torch.empty(E, dtype=torch.int32, device=device)
-    counts = torch.empty(programs, E, dtype=torch.int8, device=device)
+    short_experts = torch.empty(T, top_k, dtype=torch.int16, device=device) if is_few else None
+    counts = None if is_few else torch.empty(programs, E, dtype=torch.int8, device=device)
     with on_device_of(logits):
         launch = launcher_of(
-            choose_experts, TOP_K=top_k, NORMALIZE=normalize, BLOCK_T=choose, EXPERTS=width,
-            SLOTS=triton.next_power_of_2(top_k), FILL=FILL, num_warps=CHOOSE_WARPS, enable_fp_fusion=False,
+            choose_experts, TOP_K=top_k, NORMALIZE=normalize, BLOCK_T=block, EXPERTS=width, SLOTS=places, FILL=FILL,
+            num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
-        made = (weights, experts, probs, counts, slots)
+        made = (weights, experts, short_experts, probs, counts, slots)
         share = triton.cdiv(R, programs) if alignment > 1 else 0  # where each row has a slot, none only pads
         launch((programs,), *made, logits, logits.stride(0), T, E, R, share)
-        launch = launcher_of(
-            place_rows, TILE=tile, EXPERTS=width, CHUNK=max(1, COUNTS_A_CHUNK // width), num_warps=PLACE_WARPS
-        )
-        grid, span = (triton.cdiv(programs, own_counts),), own_counts * choose * top_k
-        launch(grid, rows, slots, offsets, counts, experts, T * top_k, E, alignment, programs, own_counts, span)
+        if is_few:
+            early = can_begin_early(device)
+            launch = launcher_of(
+                place_few_rows, ALIGNMENT=alignment, TOP_K=top_k, TOKENS=TOKENS_A_PASS, SLOTS=places, EXPERTS=width,
+                EARLY=early, launch_pdl=early, num_warps=PLACE_WARPS,
+            )  # fmt: skip
+            launch((E + 1,), rows, slots, offsets, short_experts, T)
+        else:
+            tile, chunk = min(MOST_SLOTS_A_TILE, PLACES_A_TILE // width), max(1, COUNTS_A_CHUNK // width)
+            launch = launcher_of(place_rows, TILE=tile, EXPERTS=width, CHUNK=chunk, num_warps=PLACE_WARPS)
+            own_counts = triton.cdiv(programs, PLACE_PROGRAMS)
+            grid, span = (triton.cdiv(programs, own_counts),), own_counts * block * top_k
+            launch(grid, rows, slots, offsets, counts, experts, num_slots, E, alignment, programs, own_counts, span)
     return weights, experts, probs, rows, slots, offsets
-
-
-def _block(T: int, width: int) -> int:
-    """Tokens of a program of choose_experts, a power of two."""
-    return max(1, min(4, 512 // width)) if T <= FEW_TOKENS else min(16, 2048 // width)
 
 
 def dispatch_rows(x: torch.Tensor, slots: torch.Tensor, num_slots: int) -> torch.Tensor:

@@ -1,10 +1,10 @@
 """Triton sampling: nothing waits for the host. The reference's noise and rules.
 
 Rows that truncate nothing are searched in blocks, side by side: noise in fp32 says which entries can have the largest
-score, and only theirs is made in fp64, as the reference makes all. Rows that truncate take one program each. What
-top-k, top-p and min-p keep is a prefix of the row in the order of falling values, equal ones by rising index. So it is
-all values above a threshold and the first few of those that equal it. The thresholds of top-k and top-p are found
-bit by bit, one pass over the row a bit.
+score. Mostly that is one; among several fp64 decides, as the reference makes all scores. Rows that truncate take one
+program each. What top-k, top-p and min-p keep is a prefix of the row in the order of falling values, equal ones by
+rising index. So it is all values above a threshold and the first few of those that equal it. The thresholds of top-k
+and top-p are found bit by bit, one pass over the row a bit.
 """
 
 import math
@@ -22,6 +22,8 @@ MIX_1 = tl.constexpr(-4658895280553007687)
 MIX_2 = tl.constexpr(-7723592293110705685)
 LOWEST_KEY = tl.constexpr(-(2**31))
 LN_2 = tl.constexpr(math.log(2.0))
+LOG2_E = tl.constexpr(1 / math.log(2.0))
+LOG_OF_LN_2 = tl.constexpr(math.log(math.log(2.0)))
 # 20 times the error of the fp32 noise, and of an fp32 sum relative to its size.
 NOISE_MARGIN = tl.constexpr(1e-3)
 SUM_MARGIN = tl.constexpr(1e-6)
@@ -61,21 +63,27 @@ def _log2(x):
 @triton.jit
 def _gumbel_fast(key, index):
     """The same noise in fp32, off by 4e-5 at most."""
-    bits = mix64(key + (index.to(tl.int64) + 1) * GOLDEN)
-    # The uniform number is (bits with 0x800 as its lowest 12) / 2**64, in two halves; below and its distance from 1.
-    high = _shift_right(bits, 32).to(tl.uint32)
-    low = (bits.to(tl.uint32) & 0xFFFFF000) | 0x800
-    below = high.to(tl.float32) * 2.0**-32 + low.to(tl.float32) * 2.0**-64
-    above = (high ^ 0xFFFFFFFF).to(tl.float32) * 2.0**-32 + ((low ^ 0xFFFFFFFF) + 1).to(tl.float32) * 2.0**-64
-    series = above * (1.0 + above * (0.5 + above * (1.0 / 3.0 + above * 0.25)))
-    exponential = tl.where(above < 0.03, series, _log2(below) * -LN_2)
-    return _log2(exponential) * -LN_2
+    return fast_noise(mix64(key + (index.to(tl.int64) + 1) * GOLDEN))
 
 
 @triton.jit
-def _margin(best):
+def fast_noise(bits):
+    """Noise in fp32 of the uniform number (bits with 0x800 as its lowest 12) / 2**64."""
+    high = _shift_right(bits, 32).to(tl.int32)
+    turned = high >> 31  # all ones from 1/2 on: then `small` is the number's distance from 1, else the number itself
+    small_high, small_low = high ^ turned, ((bits.to(tl.int32) ^ turned) & -4096) | 0x800
+    small = tl.fma(small_low.to(tl.uint32, bitcast=True).to(tl.float32), 2.0**-64, small_high.to(tl.float32) * 2.0**-32)
+    # -log2 of the uniform number
+    series = small * tl.fma(small, tl.fma(small, tl.fma(small, LOG2_E / 4, LOG2_E / 3), LOG2_E / 2), LOG2_E)
+    logarithm = -_log2(tl.where(turned == 0, small, 1.0 - small))
+    return tl.fma(_log2(tl.where((turned != 0) & (small < 0.03), series, logarithm)), -LN_2, -LOG_OF_LN_2)
+
+
+@triton.jit
+def _margin(best, is_greedy):
     """How far below the best fp32 score that of the best fp64 one may lie."""
-    return tl.where(tl.abs(best) == float("inf"), 0.0, NOISE_MARGIN + tl.abs(best) * SUM_MARGIN)
+    is_sure = (tl.abs(best) == float("inf")) | is_greedy
+    return tl.where(is_sure, 0.0, NOISE_MARGIN + tl.abs(best) * SUM_MARGIN)
 
 
 @triton.jit
@@ -96,7 +104,7 @@ def _params(pid, temperatures, top_ks, top_ps, min_ps, seeds, positions, V):
 def best_of_blocks(
     scores, tokens, logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, stride, V, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The best entry of one block of a row that truncates nothing, and its score in fp64."""
+    """Of a block of a row that truncates nothing, the best score in fp32 and its entry: ~entry if others are near."""
     pid = tl.program_id(0)
     temperature, is_greedy, _, _, _, key, truncates = _params(
         pid, temperatures, top_ks, top_ps, min_ps, seeds, positions, V
@@ -106,24 +114,57 @@ def best_of_blocks(
     place = pid * tl.num_programs(1) + tl.program_id(1)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + pid.to(tl.int64) * stride + index, mask=index < V, other=float("-inf"))
-    rough = x * tl.div_rn(1.0, temperature)  # of greedy rows x itself
+    score = x
     if is_greedy == 0:
-        rough += _gumbel_fast(key, index)
-    rough = tl.where(rough == rough, rough, float("-inf"))
-    best = tl.max(rough, axis=0)
-    margin = tl.where(is_greedy != 0, 0.0, _margin(best))
-    is_near = (rough >= best - margin) & (index < V) & (rough > float("-inf"))
-    token = tl.min(tl.where(is_near, index, 0x7FFFFFFF), axis=0)
-    score = tl.div_rn(tl.max(tl.where(index == token, x, float("-inf")), axis=0), temperature).to(tl.float64)
+        score = tl.fma(x, tl.div_rn(1.0, temperature), _gumbel_fast(key, index))
+    score = tl.maximum(score, float("-inf"))  # of a NaN
+    best = tl.max(score, axis=0)
+    is_near = score >= best - _margin(best, is_greedy)
+    first = tl.min(tl.where(is_near, index, 0x7FFFFFFF), axis=0)
+    last = tl.max(tl.where(is_near, index, 0), axis=0)
+    tl.store(scores + place, best)
+    tl.store(tokens + place, tl.where(first == last, first, ~first))
+
+
+@triton.jit
+def _best_of_row(
+    row, scores, tokens, blocks, V, temperature, is_greedy, key, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The entry of the largest score, by what best_of_blocks left of the row: the first of equal ones."""
+    block = tl.arange(0, BLOCKS)
+    score = tl.load(scores + block, mask=block < blocks, other=float("-inf"))
+    found = tl.load(tokens + block, mask=block < blocks, other=0)
+    best = tl.max(score, axis=0)
+    least = best - _margin(best, is_greedy)
+    is_near = (score >= least) & (block < blocks)
+    token = tl.min(tl.where(is_near, found, 0x7FFFFFFF), axis=0)
+    if (tl.sum(is_near.to(tl.int32), axis=0) > 1) | (token < 0):
+        is_alone = is_near & (found >= 0)  # of its block
+        exact = _exact_scores(row, found, is_alone, temperature, is_greedy, key)
+        exact_best = tl.max(exact, axis=0)
+        chosen = tl.min(tl.where(is_alone & (exact == exact_best), found, V), axis=0)
+        if token < 0:
+            for number in range(blocks):
+                if (tl.load(tokens + number) < 0) & (tl.load(scores + number) >= least):
+                    index = number * BLOCK + tl.arange(0, BLOCK)
+                    of_block = _exact_scores(row, index, index < V, temperature, is_greedy, key)
+                    block_best = tl.max(of_block, axis=0)
+                    first = tl.min(tl.where(of_block == block_best, index, V), axis=0)
+                    is_better = (block_best > exact_best) | ((block_best == exact_best) & (first < chosen))
+                    chosen = tl.where(is_better, first, chosen)
+                    exact_best = tl.where(is_better, block_best, exact_best)
+        token = chosen
+    return token
+
+
+@triton.jit
+def _exact_scores(row, index, is_in, temperature, is_greedy, key):
+    """Scores in fp64 of a row's entries; -inf where they are not in."""
+    z = tl.div_rn(tl.load(row + index, mask=is_in, other=float("-inf")), temperature)
+    exact = tl.where(z == z, z, float("-inf")).to(tl.float64)
     if is_greedy == 0:
-        score += _gumbel(key, token)
-        if tl.sum(is_near.to(tl.int32), axis=0) > 1:
-            z = tl.div_rn(x, temperature).to(tl.float64)
-            exact = tl.where(is_near, z + _gumbel(key, index), float("-inf"))
-            score = tl.max(exact, axis=0)
-            token = tl.min(tl.where(is_near & (exact == score), index, 0x7FFFFFFF), axis=0)
-    tl.store(scores + place, tl.where(token < V, score, float("-inf")))
-    tl.store(tokens + place, token)
+        exact += _gumbel(key, index)
+    return exact
 
 
 @triton.jit
@@ -202,15 +243,15 @@ def sample_rows(
     """One row's token: the best of its blocks, or, where it truncates, the best of what stays."""
     pid = tl.program_id(0)
     row = logits + pid.to(tl.int64) * stride
-    temperature, _, top_k, top_p, min_p, noise_key, truncates = _params(
+    temperature, is_greedy, top_k, top_p, min_p, noise_key, truncates = _params(
         pid, temperatures, top_ks, top_ps, min_ps, seeds, positions, V
     )
     if not truncates:
-        block = tl.arange(0, BLOCKS)
-        score = tl.load(scores + pid * blocks + block, mask=block < blocks, other=float("-inf"))
-        found = tl.load(tokens + pid * blocks + block, mask=block < blocks, other=0x7FFFFFFF)
-        first = tl.min(tl.where(score == tl.max(score, axis=0), found, 0x7FFFFFFF), axis=0)
-        tl.store(out + pid, tl.where(first < V, first, 0).to(tl.int64))
+        first = pid * blocks
+        token = _best_of_row(
+            row, scores + first, tokens + first, blocks, V, temperature, is_greedy, noise_key, BLOCKS, BLOCK
+        )
+        tl.store(out + pid, token.to(tl.int64))
         return
     has_k = (top_k > 0) & (top_k < V)
     has_p = top_p < 1.0
@@ -256,7 +297,7 @@ def sample_rows(
         rough = tl.where(stays & (z == z), z + _gumbel_fast(noise_key, index), float("-inf"))
         rough_best = tl.max(rough, axis=0)
         # what is behind the best so far by more than both errors cannot win
-        if rough_best > float("-inf") and rough_best.to(tl.float64) >= best - _margin(rough_best):
+        if rough_best > float("-inf") and rough_best.to(tl.float64) >= best - _margin(rough_best, is_greedy):
             score = tl.where(rough > float("-inf"), z.to(tl.float64) + _gumbel(noise_key, index), float("-inf"))
             chunk_best = tl.max(score, axis=0)
             chunk_token = tl.min(tl.where((score == chunk_best) & stays, index, 0x7FFFFFFF), axis=0)
@@ -281,7 +322,7 @@ def sample(
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         blocks = triton.cdiv(vocab, BLOCK)
-        scores = torch.empty(rows, blocks, dtype=torch.float64, device=logits.device)
+        scores = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
         tokens = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
         vectors = (x.contiguous() for x in (temperature, top_k, top_p, min_p, seeds, positions))
         params = (logits, *vectors, logits.stride(0), vocab)

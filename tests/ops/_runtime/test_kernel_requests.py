@@ -14,10 +14,13 @@ pytest.importorskip("triton", reason="triton is only packaged for Linux")
 
 from triton import knobs
 
+from octavo.numerics import Scaling
+from octavo.numerics.quantized import QuantizedTensor
 from octavo.ops._runtime.kernel_cache.triton import use_checked_cache
 from octavo.ops._runtime.kernel_requests import leaves_out_launches
 from octavo.ops._runtime.kernel_requests.triton import KernelRequest, compile_kernel, requesting_kernels
 from octavo.ops._runtime.registry import can_bypass_dispatcher
+from octavo.ops.gemm.grouped_swiglu import triton as grouped_swiglu
 from octavo.ops.norm import triton as kernels
 from octavo.testing.interpreter import is_interpreting
 from tests.ops.fake_gpu import TARGET, X, hopper, launch_norm, requests_of
@@ -120,3 +123,14 @@ def test_a_hook_that_is_set_already_stays(monkeypatch: pytest.MonkeyPatch) -> No
     seen: list[Any] = []
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **told: seen.append(told) or True)
     assert requests_of(launch_norm) == [] and len(seen) == 1
+
+
+def test_a_dtype_within_a_constant_is_named_and_compiled() -> None:
+    """Of a tuple of constants, which Triton's own account of a launch has no text for."""
+    a = QuantizedTensor.trusted(X.to(torch.float8_e4m3fn), torch.ones(2, 16).t(), Scaling.block_1x128())
+    weights = X.new_zeros(512, 256).to(torch.float8_e4m3fn)
+    whole = QuantizedTensor.trusted(weights, torch.ones(4, 2), Scaling.block_128x128())
+    arguments = a, whole, torch.tensor([16, 16], dtype=torch.int32), None, 1, Scaling.block_1x128(), torch.bfloat16
+    (request,) = requests_of(lambda: grouped_swiglu.grouped_swiglu(*arguments))
+    compile_kernel(pickle.loads(pickle.dumps(request)))
+    assert request.entry().is_there()

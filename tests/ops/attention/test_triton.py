@@ -18,7 +18,7 @@ from octavo.ops.attention import (
     write_kv,
 )
 from octavo.ops.attention import triton as kernels
-from octavo.ops.attention.triton import attend_tiles, merge_splits, tiles
+from octavo.ops.attention.triton import attend_tiles, tiles
 from octavo.testing import assert_bitwise, assert_sqnr
 from octavo.testing.interpreter import is_interpreting
 from tests.assertions import assert_codes, assert_raises
@@ -201,24 +201,24 @@ def test_many_tiles_walk_their_splits_alone_with_the_same_bits(
     sequences = Sequences((130, 64, 65, 1, 200), 4, 2, 128, kv)
     sequences.whole()  # so that all keys are in the cache
     newest = [(i, n - 1, n) for i, n in enumerate(sequences.lengths)]
-    launched: list[object] = []
+    outputs, grids = [], []
     launcher_of = kernels.launcher_of
 
-    def watched(kernel: object, **how: object) -> object:
-        launched.append(kernel)
-        return launcher_of(kernel, **how)
+    def watched(kernel: object, **how: object) -> Any:
+        launch = launcher_of(kernel, **how)
+        return lambda grid, *given: grids.append((kernel, grid)) or launch(grid, *given)
 
     monkeypatch.setattr(kernels, "launcher_of", watched)
-    outputs = []
-    for most, wanted in ((10, [attend_tiles, merge_splits]), (9, [attend_tiles])):  # of 5 sequences and 2 heads
+    for most, splits in ((10, 4), (9, 1), (10, 4)):  # of 5 sequences and 2 heads; counters are left as they were
         monkeypatch.setattr(kernels, "MAX_SPLIT_TILES", most)
-        launched.clear()
+        grids.clear()
         outputs.append(sequences.attend(newest, out_scaling=out_scaling))
-        assert launched == wanted
-    if out_scaling is None:
-        assert_bitwise(outputs[1], outputs[0])
-    else:
-        assert_codes(outputs[1], outputs[0])
+        assert grids == [(attend_tiles, (5, 2, splits))]
+    for found in outputs[1:]:
+        if out_scaling is None:
+            assert_bitwise(found, outputs[0])
+        else:
+            assert_codes(found, outputs[0])
 
 
 def test_packed_keys_as_pages_and_the_log_of_the_sum() -> None:

@@ -5,15 +5,17 @@ import torch
 
 from octavo.ops.moe import num_rows
 from octavo.ops.moe import triton as kernels
-from tests.ops.compiled import compile_all, launched
+from tests.ops.compiled import compile_all, compiled, launched
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tokens", "experts", "top_k"), [(1, 1, 1), (1, 128, 8), (64, 128, 8), (8192, 128, 8), (8192, 512, 10)]
+    ("tokens", "experts", "top_k"),
+    [(1, 1, 1), (1, 128, 8), (256, 128, 8), (512, 512, 16), (20, 128, 17), (8192, 128, 8), (8192, 512, 10)],
 )
-def test_routing_is_two_launches(tokens: int, experts: int, top_k: int) -> None:
-    for report in compile_all(lambda: kernels.moe_routing(torch.zeros(tokens, experts), top_k, True, 16), 2):
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_routing_is_two_launches(tokens: int, experts: int, top_k: int, alignment: int) -> None:
+    for report in compile_all(lambda: kernels.moe_routing(torch.zeros(tokens, experts), top_k, True, alignment), 2):
         assert "atom.global" not in report.ptx and "red.global" not in report.ptx
 
 
@@ -26,6 +28,29 @@ def test_steps_of_other_sizes_share_their_kernels() -> None:
 
     found = sorted(launch.kernel.__name__ for launch in launched(route))
     assert found == ["choose_experts", "gather_rows", "place_rows"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "name"), [(512, 16, "place_few_rows"), (513, 16, "place_rows"), (512, 17, "place_rows")]
+)
+def test_few_tokens_and_slots_have_a_kernel_of_their_own(tokens: int, top_k: int, name: str) -> None:
+    found = launched(lambda: kernels.moe_routing(torch.zeros(tokens, 128), top_k, True, 1), 2)
+    assert found[1].kernel.__name__ == name
+
+
+def test_steps_of_few_tokens_share_their_kernels() -> None:
+    assert launched(lambda: [kernels.moe_routing(torch.zeros(n, 128), 8, True, 1) for n in (1, 16, 255, 256, 512)], 2)
+
+
+def test_few_tokens_wait_little() -> None:
+    """A warp finds a maximum in one instruction and reads a token's experts at once; the second launch begins early."""
+    choose, place = launched(lambda: kernels.moe_routing(torch.zeros(256, 128), 8, True, 1), 2)
+    ptx = compiled(choose).ptx
+    assert ptx.count("redux.sync.max") == ptx.count("redux.sync.min") == 8
+    assert "div.rn.f64" not in ptx and "griddepcontrol.launch_dependents" in ptx
+    ptx = compiled(place).ptx
+    assert place.options["launch_pdl"] and ptx.index("griddepcontrol.wait") < ptx.index("ld.global.v4.b32")
+    assert ptx.count("bar.sync") <= 8
 
 
 def test_rows_are_copied_in_whole_words() -> None:

@@ -19,8 +19,14 @@ DEVICE = "cpu" if is_interpreting() else "cuda"
 # tokens, experts, slots, alignment
 SIZES = [(1, 8, 2, 16), (37, 8, 3, 1), (70, 128, 8, 16), (5, 4, 4, 128), (23, 60, 6, 16), (9, 1, 1, 16)]
 SIZES += [(600, 16, 2, 16)]
+# about the bounds of place_few_rows: tokens of a pass, all tokens, slots
+FEW, PASS, SLOTS = kernels.FEW_TOKENS, kernels.TOKENS_A_PASS, kernels.FEW_SLOTS
+FEW_SIZES = [(1, 5, 1, 16), (1, 128, 8, 1), (3, 512, 8, 128), (PASS - 1, 5, 1, 1), (PASS, 1, 1, 128), (PASS, 128, 8, 1)]
+FEW_SIZES += [(PASS + 1, 20, 8, 16), (FEW, 16, 1, 1), (FEW + 1, 16, 8, 1), (FEW + 1, 5, 1, 16)]
+FEW_SIZES += [(7, 40, SLOTS, 16), (7, 40, SLOTS + 1, 1)]
 if not is_interpreting():
-    SIZES += [(t, 128, 8, 16) for t in (16, 64, 256, 512, 513, 4096, 16384)] + [(3000, 256, 8, 128), (777, 512, 10, 16)]
+    SIZES += [(t, 128, 8, 16) for t in (16, 64, 256, 512, 513, 4096, 16384)]
+    SIZES += [(512, 512, 8, 128), (3000, 256, 8, 128), (777, 512, 10, 16)]
 
 
 def some_logits(tokens: int, experts: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -46,6 +52,21 @@ def test_routing(tokens: int, experts: int, top_k: int, alignment: int, normaliz
     check(some_logits(tokens, experts), top_k, normalize, alignment)
 
 
+@pytest.mark.parametrize(("tokens", "experts", "top_k", "alignment"), FEW_SIZES)
+def test_few_tokens(tokens: int, experts: int, top_k: int, alignment: int) -> None:
+    check(some_logits(tokens, experts, torch.bfloat16), top_k, True, alignment)
+
+
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_few_tokens_of_one_choice(alignment: int) -> None:
+    """An expert has a row of every token or none; NaN chooses as equal logits do."""
+    logits = torch.zeros(PASS + 3, 12, device=DEVICE)
+    logits[1::2, 7] = torch.nan
+    assert check(logits, 4, True, alignment).experts.unique().tolist() == [0, 1, 2, 3]
+    logits[:, 9:] = 3.0
+    assert check(logits[::2], 3, True, alignment).experts.unique().tolist() == [9, 10, 11]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_other_dtypes_and_strides(dtype: torch.dtype) -> None:
     """bf16 logits of many experts have ties."""
@@ -57,13 +78,13 @@ def test_other_dtypes_and_strides(dtype: torch.dtype) -> None:
 
 def test_programs_of_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several counts and tiles a program and several chunks of counts, at a size that the interpreter bears."""
+    monkeypatch.setattr(kernels, "FEW_TOKENS", 0)
+    check(some_logits(77, 16), 5, True, 1)
     monkeypatch.setattr(kernels, "PLACE_PROGRAMS", 3)
-    monkeypatch.setattr(kernels, "MOST_SLOTS_A_TILE", (32, 16))
+    monkeypatch.setattr(kernels, "MOST_SLOTS_A_TILE", 32)
     monkeypatch.setattr(kernels, "COUNTS_A_CHUNK", 64)
     check(some_logits(301, 16), 3, True, 16)
     check(torch.zeros(301, 16, device=DEVICE), 3, True, 1)  # all to the same experts
-    monkeypatch.setattr(kernels, "FEW_TOKENS", 0)
-    check(some_logits(77, 16), 5, True, 1)
 
 
 def test_equal_and_extreme_logits() -> None:

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from octavo.ops.sampling import triton as kernels
 from octavo.ops.sampling.reference import sample_reference, uniform_noise
@@ -69,6 +71,38 @@ def test_scores_that_fp32_cannot_tell_apart(seed: int) -> None:
     masked = (5.0 - noise).float()
     masked[:, :120] = -torch.inf
     check(masked, given)
+
+
+@pytest.mark.parametrize("kept", [(5, 150), (5, 150, 151), (5, 6, 150), (5, 6, 150, 151, 199)], ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_few_of_them(seed: int, kept: tuple[int, ...]) -> None:
+    """Alone in their blocks of 128, or not."""
+    given = columns([(1.0, -1, 1.0, 0.0)] * 3, seed)
+    noise = -torch.log(-torch.log(uniform_noise(given[4], given[5], 200)))
+    logits = torch.full((3, 200), -torch.inf)
+    logits[:, kept] = (5.0 - noise).float()[:, kept]
+    check(logits, given)
+
+
+def test_noise_in_fp32() -> None:
+    """As near the fp64 noise as the margin rests on, wherever the hash falls."""
+    halves = torch.randint(0, 2**32, (4000, 2), generator=torch.Generator().manual_seed(0))
+    halves[:1000, 0] >>= torch.arange(1000) % 33  # near 0
+    halves[1000:2000, 0] = 0xFFFFFFFF ^ (halves[1000:2000, 0] >> torch.arange(1000) % 33)  # near 1
+    bits = (halves[:, 0] << 32) | halves[:, 1]
+    bits[:4] = torch.tensor([0, 4095, -1, -4096])
+    small = torch.where(bits < 0, ~bits, bits)  # the distance from 1, or the number, in units of 2**-64
+    small = ((small >> 12) << 12).double() + 2048
+    exponential = torch.where(bits < 0, -torch.log1p(-small * 2.0**-64), -torch.log(small * 2.0**-64))
+    found = torch.empty(4000, device=DEVICE)
+    store_noise[(1,)](found, bits.to(DEVICE), N=4000, BLOCK=4096)
+    assert (found.cpu().double() + exponential.log()).abs().max() < 4e-5
+
+
+@triton.jit
+def store_noise(out, bits, N: tl.constexpr, BLOCK: tl.constexpr):
+    index = tl.arange(0, BLOCK)
+    tl.store(out + index, kernels.fast_noise(tl.load(bits + index, mask=index < N, other=0)), mask=index < N)
 
 
 @pytest.mark.parametrize("extreme", [float("inf"), float("nan"), 3e38, -float("inf")])

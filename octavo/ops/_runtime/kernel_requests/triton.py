@@ -20,6 +20,7 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.compiler import compile as compile_source
+from triton.runtime import jit
 from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.driver import driver
 
@@ -112,12 +113,20 @@ def requesting_kernels(take: Callable[[KernelRequest], None]) -> Iterator[set[Ca
         take(request)
         return True
 
+    serialize = jit.serialize_specialization_data
     knobs.runtime.jit_cache_hook = hook
+    jit.serialize_specialization_data = _serialize_options  # Triton's own fails on a tuple that holds a dtype
     try:
         with leaving_out_launches(), _ZerosForEmpty():
             yield entries
     finally:
         knobs.runtime.jit_cache_hook = None
+        jit.serialize_specialization_data = serialize
+
+
+def _serialize_options(_name: str, _signature: Any, _constants: Any, _attrs: Any, options: Any, *_: Any) -> str:
+    """What _request_of reads of a launch; a hook is told the rest as it is."""
+    return json.dumps({"options": options.__dict__})
 
 
 def _request_of(kernel: Any, told: dict[str, Any]) -> KernelRequest:

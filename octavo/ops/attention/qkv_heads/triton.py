@@ -46,25 +46,45 @@ def _round_side(side, quant_scale, scale, FP8: tl.constexpr, DTYPE: tl.constexpr
 
 
 @triton.jit
-def _head_rows(
-    out, rstd_out, qkv, positions, cos, sin, weight, known, known_quant, infinite, tile, stride, eps, T, heads,
-    first_head, ROLE: tl.constexpr, RULE: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, R: tl.constexpr,
+def turned_rows(
+    rstd_out, qkv, positions, cos, sin, weight, tile, stride, eps, T, heads, first_head,
+    HALF: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """R heads that begin at first_head of their tokens. RULE: of the codes that they are rounded to, or None."""
+    """The tile's heads by pairs, normed where there is a weight and turned where there is a table.
+
+    heads: of a token, from first_head on in qkv.
+    Returns:
+        (rows [R] of T * heads, their tokens, which of them there are, first and second of their pairs [R, HALF]).
+    """
     D: tl.constexpr = 2 * HALF
     DTYPE: tl.constexpr = qkv.dtype.element_ty
     row, token, head, is_in = _rows_of(tile, T, heads, first_head, R)
     first, second = load_pairs(qkv + token * stride + head * D, is_in, R, HALF, INTERLEAVED)
     if weight is not None:
         rstd = inverse_root(tree_sum_of_pairs(first * first, second * second, INTERLEAVED), D, eps)
-        tl.store(rstd_out + row, rstd, mask=is_in)
+        if rstd_out is not None:
+            tl.store(rstd_out + row, rstd, mask=is_in)
         first_gamma, second_gamma = _gamma(weight, HALF, INTERLEAVED)
         first = round_to(first * rstd[:, None] * first_gamma, DTYPE)
         second = round_to(second * rstd[:, None] * second_gamma, DTYPE)
     if cos is not None:
         position = tl.load(positions + token, mask=is_in, other=0)[:, None]
         first, second = turn_pairs(first, second, position, cos, sin, R, HALF, TURNED, INTERLEAVED, DTYPE, False)
+    return row, token, is_in, first, second
+
+
+@triton.jit
+def _head_rows(
+    out, rstd_out, qkv, positions, cos, sin, weight, known, known_quant, infinite, tile, stride, eps, T, heads,
+    first_head, ROLE: tl.constexpr, RULE: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """R heads that begin at first_head of their tokens. RULE: of the codes that they are rounded to, or None."""
+    DTYPE: tl.constexpr = qkv.dtype.element_ty
+    row, _, is_in, first, second = turned_rows(
+        rstd_out, qkv, positions, cos, sin, weight, tile, stride, eps, T, heads, first_head,
+        HALF, TURNED, INTERLEAVED, R,
+    )  # fmt: skip
     if RULE is not None:
         if known is not None:
             quant_scale = tl.zeros([R], tl.float32) + tl.load(known_quant + ROLE)
@@ -76,7 +96,7 @@ def _head_rows(
             scale = tl.div_rn(1.0, quant_scale)
         first = _round_side(first, quant_scale, scale, RULE[1], DTYPE)
         second = _round_side(second, quant_scale, scale, RULE[1], DTYPE)
-    store_pairs(out + row.to(tl.int64) * D, first, second, is_in, R, HALF, INTERLEAVED)
+    store_pairs(out + row.to(tl.int64) * 2 * HALF, first, second, is_in, R, HALF, INTERLEAVED)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 A program owns one tile of rows of one sequence and kv head: the query heads that share it, token by token, packed into
 rows. It walks the keys from position 0; every SPLIT keys a new softmax begins, which is merged into the earlier ones in
-order. Decode gives each split a program and merges in a second kernel, prefill does both in one, by the same
+order. Decode gives each split a program, of which the last one merges, prefill does all in one, by the same
 instructions: a row's bits depend on its sequence up to itself and on nothing else. All of it rests on split.py, on the
 same block of keys in every call, and on enable_fp_fusion=False.
 
@@ -21,17 +21,17 @@ import triton
 from octavo.errors import BackendError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
+from octavo.ops._runtime.arrivals import arrivals_of
 from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
 from octavo.ops.attention.cache import KV_SCALING, PAGE_SIZE, PagedKVLayer
 from octavo.ops.attention.reference import P_BLOCK, P_SCALING
-from octavo.ops.attention.triton.kernels import attend_tiles, merge_splits
+from octavo.ops.attention.triton.kernels import attend_tiles
 from octavo.ops.attention.triton.tiles import Tile, tiles_of
-from octavo.ops.quantize.triton.plan import SOURCE_TYPES, Output, rule_of_rows
+from octavo.ops.quantize.triton.plan import Output, rule_of_rows
 
-__all__ = ["MAX_DECODE_TOKENS", "Queries", "attend_tiles", "attention_paged", "merge_splits"]
+__all__ = ["MAX_DECODE_TOKENS", "Queries", "attend_tiles", "attention_paged"]
 
 SPLIT = 1024  # keys of a softmax before it is merged; part of what the bits rest on
-MERGED_ROWS = 4  # of a program that merges
 PROBABILITY_SHIFT = 8  # a power of two that keeps p * v_scale of small values out of fp16's subnormals
 WARP = 32
 LOG2_E = 1.4426950408889634
@@ -93,48 +93,38 @@ def attention_paged(
     T, H, D = q.shape
     codes = None if out_scaling is None else Output.of(T, H * D, out_scaling).allocate(q.device, False)
     out, out_scale = (torch.empty_like(q), None) if codes is None else (codes.qdata, codes.scale)
-    out_rule = None if out_scaling is None else rule_of_rows(out_scaling, q.dtype)
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device) if with_lse else None
     num_splits = triton.cdiv(queries.max_seq_len, SPLIT)
     B, KH = queries.seq_lens.shape[0], layer.k.shape[1]
-    is_split = queries.is_decode and num_splits > 1 and B * KH <= MAX_SPLIT_TILES
+    tiles = tiles_of(layer)
+    tile = tiles.decode if queries.is_decode else tiles.prefill if exact else tiles.fast
+    is_one_token = queries.max_query_len == 1 and B == T and tile.groups * tile.rows >= H // KH
+    num_tiles = B if is_one_token else T * (H // KH) // (tile.groups * tile.rows) + B
+    is_split = queries.is_decode and num_splits > 1 and num_tiles * KH <= MAX_SPLIT_TILES
     num_parts = num_splits if is_split else int(num_splits > 1)
     part_acc = torch.empty(T * H * num_parts, D, dtype=torch.float32, device=q.device)
     part_stats = torch.empty(T * H * num_splits, 2, dtype=torch.float32, device=q.device) if is_split else None
-    tiles = tiles_of(layer)
-    tile = tiles.decode if queries.is_decode else tiles.prefill if exact else tiles.fast
-    places = (queries.cu_seqlens, queries.seq_lens)
-    is_one_token = queries.max_query_len == 1 and B == T and tile.groups * tile.rows >= H // KH
     with on_device_of(q):
         launch = launcher_of(
             attend_tiles, G=H // KH, IS_ONE_SPLIT=is_split, IS_ONE_TOKEN=is_one_token,
-            SHIFT=PROBABILITY_SHIFT if layer.is_fp8 else 0, OUT_RULE=None if is_split else out_rule,
-            **_constants(D), **_constants_of(tile), **_rules_of(layer, q.dtype, tile.block),
+            SHIFT=PROBABILITY_SHIFT if layer.is_fp8 else 0,
+            OUT_RULE=None if out_scaling is None else rule_of_rows(out_scaling, q.dtype),
+            D=D, SPLIT=SPLIT, LN_2=LN_2, enable_fp_fusion=False,
+            **_constants_of(tile), **_rules_of(layer, q.dtype, tile.block),
         )  # fmt: skip
         tables = queries.page_tables
         cache = (layer.k, layer.v, layer.k_scale, layer.v_scale, tables)
-        num_tiles = B if is_one_token else T * (H // KH) // (tile.groups * tile.rows) + B
-        grid = (num_tiles, KH, num_splits if is_split else 1)
         sizes = (softmax_scale * LOG2_E, tables.stride(0), num_splits, B, T, KH)
-        results = (out, None if is_split else out_scale, lse)
-        launch(grid, *results, part_acc, part_stats, q, *cache, *places, *sizes)
-        if is_split:
-            launch = launcher_of(
-                merge_splits, R=MERGED_ROWS, IS_ONE_TOKEN=is_one_token, num_warps=1,
-                DTYPE=SOURCE_TYPES[q.dtype], OUT_RULE=out_rule, **_constants(D),
-            )  # fmt: skip
-            grid = (T * triton.cdiv(H, MERGED_ROWS), 1, 1)
-            launch(grid, out, out_scale, lse, part_acc, part_stats, *places, num_splits, B, T, H)
+        arrivals = arrivals_of(q.device, MAX_SPLIT_TILES) if is_split else None
+        results = (out, out_scale, lse, part_acc, part_stats, arrivals)
+        grid = (num_tiles, KH, num_splits if is_split else 1)
+        launch(grid, *results, q, *cache, queries.cu_seqlens, queries.seq_lens, *sizes)
     return out if codes is None else codes, lse
 
 
 def can_quantize(out_scaling: Scaling, D: int, queries: Queries) -> bool:
     """Whether the output can leave as codes: where a head is whole blocks, in decoding, which has its own kernels."""
     return out_scaling.kind == "block_1x128" and D % out_scaling.block_size[1] == 0 and queries.is_decode
-
-
-def _constants(D: int) -> dict[str, Any]:
-    return {"D": D, "SPLIT": SPLIT, "LN_2": LN_2, "enable_fp_fusion": False}
 
 
 def _rules_of(layer: PagedKVLayer, dtype: torch.dtype, block: int) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF005 -- triton reads no stars in lists
-"""The kernels of paged attention: tiles of rows over their keys, and the merging of splits.
+"""The kernel of paged attention: tiles of rows over their keys.
 
 Legend: T tokens, B sequences, H query heads, KH kv heads, G = H / KH, D head_dim, R rows of a group.
 """
@@ -75,14 +75,14 @@ def _store_rows(
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_PLACES)
 def attend_tiles(
-    out, out_scale, lse, part_acc, part_stats, q, k_cache, v_cache, k_scale, v_scale, page_tables, cu_seqlens,
+    out, out_scale, lse, part_acc, part_stats, arrivals, q, k_cache, v_cache, k_scale, v_scale, page_tables, cu_seqlens,
     seq_lens, scale, table_stride, num_splits, B, T, KH,
     G: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr, IS_ONE_SPLIT: tl.constexpr, SHIFT: tl.constexpr, LN_2: tl.constexpr,
     STAGES: tl.constexpr, COPIES: tl.constexpr, Q_RULE: tl.constexpr, P_RULE: tl.constexpr, OUT_RULE: tl.constexpr,
     IS_ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """One tile: one of its splits, left in part_*, or all of them, merged.
+    """One tile: one of its splits, left in part_* and merged by who comes last, or all of them.
 
     IS_ONE_TOKEN: every sequence has one new token, and one tile: nothing has to be found, load after load.
     """
@@ -128,10 +128,33 @@ def attend_tiles(
                 queries, odd, factor, *caches, split * SPLIT, tl.minimum(end, split * SPLIT + SPLIT), seq_len,
                 positions, KH, ROWS, GROUPS, D, PAGE, BLOCK, SHIFT, STAGES, COPIES, P_RULE,
             )  # fmt: skip
-            part = place.to(tl.int64) * num_splits + split
-            tl.store(part_stats + part * 2, maximum, mask=is_row)
-            tl.store(part_stats + part * 2 + 1, total, mask=is_row)
-            tl.store(part_acc + tl.expand_dims(part * D, -1) + tl.arange(0, D), acc, mask=is_part)
+            parts = place.to(tl.int64) * num_splits
+            d = tl.arange(0, D)
+            tl.store(part_stats + (parts + split) * 2, maximum, mask=is_row)
+            tl.store(part_stats + (parts + split) * 2 + 1, total, mask=is_row)
+            tl.store(part_acc + tl.expand_dims((parts + split) * D, -1) + d, acc, mask=is_part)
+            tl.debug_barrier()  # every thread's part is written before the program reports itself
+            arrival = arrivals + tile * KH + kv_head
+            # The last of the tile's programs merges all splits in their order: the bits do not depend on who that is.
+            if tl.atomic_add(arrival, 1, sem="acq_rel") == tl.cdiv(end, SPLIT) - 1:
+                tl.debug_barrier()
+                tl.store(arrival, 0)  # as the next call wants it
+                maximum = tl.full(ROWS, float("-inf"), tl.float32)
+                total = tl.zeros(ROWS, tl.float32)
+                acc = tl.zeros(ROWS + [D], tl.float32)
+                for part in tl.range(0, tl.cdiv(end, SPLIT), disable_licm=True):
+                    stats = part_stats + (parts + part) * 2
+                    of_part = part_acc + tl.expand_dims((parts + part) * D, -1) + d
+                    maximum, total, acc = _merge(
+                        maximum, total, acc,
+                        tl.load(stats, mask=is_row, other=0.0, cache_modifier=".cg"),
+                        tl.load(stats + 1, mask=is_row, other=1.0, cache_modifier=".cg"),
+                        tl.load(of_part, mask=is_part, other=0.0, cache_modifier=".cg"),
+                    )  # fmt: skip
+                _store_rows(
+                    out, out_scale, lse, maximum, total, acc, first_token + token, head, is_row, T, KH * G,
+                    ROWS, D, LN_2, q.dtype.element_ty, OUT_RULE,
+                )  # fmt: skip
     else:
         maximum = tl.full(ROWS, float("-inf"), tl.float32)
         total = tl.zeros(ROWS, tl.float32)
@@ -151,36 +174,3 @@ def attend_tiles(
                 )  # fmt: skip
             else:
                 tl.store(waiting, merged, mask=is_part)
-
-
-@triton.jit(do_not_specialize=_SIZES[1:], do_not_specialize_on_alignment=_PLACES[1:])
-def merge_splits(
-    out, out_scale, lse, part_acc, part_stats, cu_seqlens, seq_lens, num_splits, B, T, H,
-    D: tl.constexpr, R: tl.constexpr, SPLIT: tl.constexpr, LN_2: tl.constexpr, DTYPE: tl.constexpr,
-    OUT_RULE: tl.constexpr, IS_ONE_TOKEN: tl.constexpr,
-):  # fmt: skip
-    """Merge the splits of R rows (token * H + head) of one token, in their order."""
-    tiles = tl.cdiv(H, R)
-    token = tl.program_id(0) // tiles
-    head = tl.program_id(0) % tiles * R + tl.arange(0, R)
-    if IS_ONE_TOKEN:
-        num_visible = tl.load(seq_lens + token)
-    else:
-        b = _find_sequence(cu_seqlens, token, B, 1, 0)
-        num_visible = tl.load(seq_lens + b) - tl.load(cu_seqlens + b + 1) + token + 1
-    is_row = head < H
-    row = token * H + head
-    maximum = tl.full([R], float("-inf"), tl.float32)
-    total = tl.zeros([R], tl.float32)
-    acc = tl.zeros([R, D], tl.float32)
-    for split in tl.range(tl.cdiv(num_visible, SPLIT), num_stages=4):
-        part = row.to(tl.int64) * num_splits + split
-        split_maximum = tl.load(part_stats + part * 2, mask=is_row, other=0.0)
-        split_total = tl.load(part_stats + part * 2 + 1, mask=is_row, other=1.0)
-        places = part[:, None] * D + tl.arange(0, D)[None, :]
-        split_acc = tl.load(part_acc + places, mask=is_row[:, None], other=0.0)
-        maximum, total, acc = _merge(maximum, total, acc, split_maximum, split_total, split_acc)
-    _store_rows(
-        out, out_scale, lse, maximum, total, acc, row * 0 + token, head, is_row, T, H,
-        [R], D, LN_2, DTYPE, OUT_RULE,
-    )  # fmt: skip

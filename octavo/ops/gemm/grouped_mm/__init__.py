@@ -78,9 +78,10 @@ def _scaled_cuda(  # type: ignore[no-untyped-def]
         from octavo.ops.gemm.grouped_mm import triton
 
         whole, num_groups = triton.stack(weights), offsets.shape[0]
-        if not exact and out_dtype == torch.bfloat16 and library.takes_rows(left, whole, num_groups):
+        is_library = out_dtype == torch.bfloat16 and library.takes_rows(left, whole, num_groups)
+        if is_library and not (exact or fast_accum):  # our sums are fast, and faster than the library's fast ones
             rows = left if slots is None else gather_codes(left, slots, slots_per_row)
-            return library.scaled_grouped_mm(rows, [whole], offsets, fast_accum)
+            return library.scaled_grouped_mm(rows, whole, offsets)
         if triton.can_multiply(left, whole, num_groups):
             return triton.scaled_grouped_mm(left, whole, offsets, out_dtype, slots, slots_per_row)
     return _scaled_cpu(
@@ -224,8 +225,9 @@ def scaled_grouped_mm(
         ShapeError: sizes that do not fit, or a gather from blocks of several rows.
     Exactness: exact=True: a row's bits depend on that row and its group's weight alone; on a CPU they are those of
         scaled_mm(exact=True). Else as scaled_mm. On a GPU codes with a scale a row or a block stay on the device: E4M3
-        with one scale a row through torch._scaled_grouped_mm, block scales and exact mode through a kernel of our own,
-        whose summed dimension is a multiple of 16. All else goes group by group, which waits for the offsets.
+        with one scale a row without fast_accum through torch._scaled_grouped_mm, others, block scales and exact mode
+        through kernels of our own, whose summed dimension is a multiple of 16. All else goes group by group, which
+        waits for the offsets.
     """
     _check_weights(a, weights, offsets.numel())
     if gather is not None and a.scaling.block_size[0] > 1:

@@ -4,8 +4,6 @@ torch._grouped_mm takes bf16; torch._scaled_grouped_mm takes E4M3 codes with one
 GEMM for runs through our own (triton.py), or one group after the other (reference.py).
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from octavo.numerics.quantized import QuantizedTensor
@@ -49,11 +47,9 @@ def grouped_mm_columns(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) 
     return torch._grouped_mm(a, b.t(), offs=offsets)
 
 
-def scaled_grouped_mm(
-    a: QuantizedTensor, weights: Sequence[QuantizedTensor], offsets: torch.Tensor, fast_accum: bool
-) -> torch.Tensor:
-    """Codes [R, K] and one operand [E * N, K] of all groups -> [R, N] bf16."""
-    num_groups, (whole,) = offsets.shape[0], weights
+def scaled_grouped_mm(a: QuantizedTensor, whole: QuantizedTensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Codes [R, K] and one operand [E * N, K] of all groups -> [R, N] bf16, without fast accumulation."""
+    num_groups = offsets.shape[0]
     out: torch.Tensor = torch._scaled_grouped_mm(
         a.qdata,
         whole.qdata.view(num_groups, -1, whole.shape[1]).transpose(-2, -1),
@@ -61,7 +57,7 @@ def scaled_grouped_mm(
         whole.scale.view(num_groups, -1),
         offs=offsets,
         out_dtype=torch.bfloat16,
-        use_fast_accum=fast_accum,
+        use_fast_accum=False,
     )
     return _without_tail(out, offsets)
 

@@ -6,12 +6,14 @@ Legend: E groups, R rows of all groups, N out, K in; a [R, K], b [E * N, K], out
 a [N, R], b [K, R], out [E, N, K].
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
@@ -21,8 +23,10 @@ BLOCK_N, WARPS = 128, 4
 LEAST_GROUPS = 32  # searched at once, one a lane: what finds its group among fewer spills with few registers
 TURNED_GROUP = 8  # rows a group on average: up to here tiles of 32 rows are quicker, also where some groups have many
 LARGE_GROUP = 128  # rows: where groups have as many on average, the exact 16-bit GEMM takes tiles of 128
-FEW_ROWS = 32  # a group on average: up to here our tiles read 16-bit weights faster than the library's
+FEW_ROWS = 32  # a group on average: up to here our tiles read weights faster than the library's
 MOST_BY_GROUP = 32  # rows a group on average: up to here most have one tile, whose program does not search for it
+MANY_ROWS = 128  # a group on average: from here on row_pairs is taken
+PAIR_M, PAIR_STAGES = 64, 3  # two programs fit on a processor
 SMALL_HP = hp_mm.SMALL._replace(stages=4)  # two programs fit on a processor
 SLAB = 128  # what is summed between two applications of block scales
 ALIGNMENT = 16  # of the summed dimension: narrower loads spill
@@ -72,12 +76,38 @@ def find_place(offsets, tile, R, E, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr,
 
 
 @triton.jit
-def clear_tile(out, first, end, column, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Zeros in a tile of out, up to the row `end`."""
+def store_rows(out, acc, first, end, column, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A tile of out, up to the row `end`."""
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     places = out + first.to(tl.int64) * N + column + (m[:, None] * N + n[None, :])
-    zeros = tl.zeros([BLOCK_M, BLOCK_N], out.dtype.element_ty)
-    tl.store(places, zeros, mask=(m < end - first)[:, None] & (n < N - column)[None, :])
+    is_inside = (m < end - first)[:, None] & (n < N - column)[None, :]
+    tl.store(places, acc.to(out.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def clear_tile(out, first, end, column, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Zeros in a tile of out, up to the row `end`."""
+    store_rows(out, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), first, end, column, N, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def rows_of_tile(
+    a, a_scale, slots, stride_sa, first, end, K, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, SLAB: tl.constexpr
+):  # fmt: skip
+    """Where the first slab of a tile's rows is, and the first of their scales.
+
+    Where there are slots, row r of the batch is a's row slots[r] // SLOTS. Rows past the group's end are its last one:
+    their results are not stored. Offsets inside a tile fit 32 bits, which leaves registers for the sums.
+    """
+    rows, k = tl.minimum(tl.arange(0, BLOCK_M), end - 1 - first), tl.arange(0, SLAB)
+    if slots is None:
+        a_tile = a + first.to(tl.int64) * K + (rows[:, None] * K + k[None, :])
+        a_scales = a_scale + (first + rows) * stride_sa
+    else:
+        sources = tl.load(slots + first + rows) // SLOTS
+        a_tile = a + (sources[:, None] * K + k[None, :])
+        a_scales = a_scale + sources * stride_sa
+    return a_tile, a_scales
 
 
 @triton.jit(do_not_specialize=("stride_sa_slab", "R"))  # which differ from step to step
@@ -87,8 +117,6 @@ def row_tiles(
     HAS_BLOCKS: tl.constexpr, STAGES: tl.constexpr, BY_GROUP: tl.constexpr,
 ):  # fmt: skip
     """One tile of out: the rows of one group times its weight. Programs past the last group's tiles clear the tail.
-
-    Where there are slots, row r of the batch is a's row slots[r] // SLOTS.
 
     There are cdiv(R, BLOCK_M) + min(E, R) tiles in all, of which n groups with r rows take fewer than r / BLOCK_M + n:
     as many as the rows of no group need are left. With BY_GROUP, which wants R >= E, groups without rows take one too:
@@ -107,16 +135,8 @@ def row_tiles(
     group, first, end = find_place(offsets, tile, R, E, GROUPS, BLOCK_M, BY_GROUP)
     if (group < E) & (first < end):
         m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, SLAB)
-        # Rows past the group's end read its last one or nothing: their results are not stored.
-        # Offsets inside a tile fit 32 bits, which leaves registers for the sums.
-        rows, columns = tl.minimum(m, end - 1 - first), tl.minimum(n, N - 1 - column)
-        if slots is None:
-            a_tile = a + first.to(tl.int64) * K + (rows[:, None] * K + k[None, :])
-            a_scales = a_scale + (first + rows) * stride_sa
-        else:
-            sources = tl.load(slots + first + rows) // SLOTS
-            a_tile = a + (sources[:, None] * K + k[None, :])
-            a_scales = a_scale + sources * stride_sa
+        a_tile, a_scales = rows_of_tile(a, a_scale, slots, stride_sa, first, end, K, SLOTS, BLOCK_M, SLAB)
+        columns = tl.minimum(n, N - 1 - column)
         b_tile = b + (group.to(tl.int64) * N + column) * K + (columns[:, None] * K + k[None, :])
         slabs = tl.cdiv(K, SLAB)
         b_scales = b_scale + (group.to(tl.int64) * num_columns + column // SLAB) * slabs  # a block is a tile's width
@@ -143,11 +163,98 @@ def row_tiles(
         if not HAS_BLOCKS:
             of_columns = tl.load(b_scale + group.to(tl.int64) * N + column + columns)
             acc = acc * (tl.load(a_scales)[:, None] * of_columns[None, :])
-        places = out + first.to(tl.int64) * N + column + (m[:, None] * N + n[None, :])
-        is_inside = (m < end - first)[:, None] & (n < N - column)[None, :]
-        tl.store(places, acc.to(out.dtype.element_ty), mask=is_inside)
+        store_rows(out, acc, first, end, column, N, BLOCK_M, BLOCK_N)
     else:
         clear_tile(out, first, end, column, N, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def half_of(
+    a, a_scale, slots, first, end, stride_sa, K, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, SLAB: tl.constexpr
+):  # fmt: skip
+    """Where the codes and scales of BLOCK_M rows are. Those past the group's end have any codes, and no use."""
+    rows = tl.minimum(first + tl.arange(0, BLOCK_M), end - 1)
+    if slots is None:
+        codes = first
+    else:
+        rows = tl.load(slots + rows) // SLOTS
+        codes = a + (rows[:, None] * K + tl.arange(0, SLAB)[None, :])
+    return codes, a_scale + rows * stride_sa
+
+
+@triton.jit
+def add_slab(
+    acc, a, slots, codes, scales, w, of_block, start, K, SLAB: tl.constexpr, HAS_BLOCKS: tl.constexpr
+):  # fmt: skip
+    """What row_tiles adds for one slab: the same operations in the same order."""
+    if slots is None:
+        x = a.load([codes, start])
+    else:
+        x = tl.load(codes + start, mask=(tl.arange(0, SLAB) < K - start)[None, :], other=0.0)
+    if HAS_BLOCKS:
+        of_slab = tl.dot(x, tl.trans(w)) * tl.load(scales)[:, None]
+        acc = tl.fma(of_slab, tl.load(of_block), acc)
+    else:
+        acc = tl.dot(x, tl.trans(w), acc)
+    return acc
+
+
+@triton.jit
+def sum_pair(
+    a, b, slots, upper, upper_scales, lower, lower_scales, weight, b_scales, stride_sa_slab, K, HAS_LOWER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLAB: tl.constexpr, HAS_BLOCKS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The sums of both tiles of row_pairs, of which the lower one may have no rows."""
+    above = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    below = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for slab in tl.range(0, tl.cdiv(K, SLAB), num_stages=STAGES):
+        start, at = slab * SLAB, slab * stride_sa_slab
+        w = b.load([weight, start])
+        above = add_slab(above, a, slots, upper, upper_scales + at, w, b_scales + slab, start, K, SLAB, HAS_BLOCKS)
+        if HAS_LOWER:
+            below = add_slab(below, a, slots, lower, lower_scales + at, w, b_scales + slab, start, K, SLAB, HAS_BLOCKS)
+    return above, below
+
+
+@triton.jit(do_not_specialize=("stride_sa_slab", "R"))
+def row_pairs(
+    out, a, a_scale, b, b_scale, offsets, slots, stride_sa, stride_sa_slab, R, N, K, E,
+    SLOTS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLAB: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As row_tiles, with its bits, for many rows a group: two tiles of BLOCK_M rows, which share what they read of b.
+
+    The tensor memory unit fetches b, and a where there are no slots. Two programs of four warps share a processor, so
+    that one applies scales while the other multiplies: more warps of one program would wait for each other.
+    """
+    num_columns = tl.cdiv(N, BLOCK_N)
+    tile = tl.program_id(0) // num_columns
+    column = tl.program_id(0) % num_columns * BLOCK_N
+    group, first, end = place_of(offsets, tile, R, E, GROUPS, 2 * BLOCK_M, 0)
+    if (group < E) & (first < end):
+        upper, upper_scales = half_of(a, a_scale, slots, first, end, stride_sa, K, SLOTS, BLOCK_M, SLAB)
+        lower, lower_scales = half_of(a, a_scale, slots, first + BLOCK_M, end, stride_sa, K, SLOTS, BLOCK_M, SLAB)
+        weight = group * N + column
+        b_scales = b_scale + (group.to(tl.int64) * num_columns + column // SLAB) * tl.cdiv(K, SLAB)
+        if end - first > BLOCK_M:
+            above, below = sum_pair(
+                a, b, slots, upper, upper_scales, lower, lower_scales, weight, b_scales, stride_sa_slab, K, True,
+                BLOCK_M, BLOCK_N, SLAB, HAS_BLOCKS, STAGES,
+            )  # fmt: skip
+        else:
+            above, below = sum_pair(
+                a, b, slots, upper, upper_scales, lower, lower_scales, weight, b_scales, stride_sa_slab, K, False,
+                BLOCK_M, BLOCK_N, SLAB, HAS_BLOCKS, STAGES,
+            )  # fmt: skip
+        if not HAS_BLOCKS:
+            columns = tl.minimum(column + tl.arange(0, BLOCK_N), N - 1)
+            of_columns = tl.load(b_scale + group.to(tl.int64) * N + columns)[None, :]
+            above = above * (tl.load(upper_scales)[:, None] * of_columns)
+            below = below * (tl.load(lower_scales)[:, None] * of_columns)
+        store_rows(out, above, first, end, column, N, BLOCK_M, BLOCK_N)
+        store_rows(out, below, first + BLOCK_M, end, column, N, BLOCK_M, BLOCK_N)
+    else:
+        clear_tile(out, first, end, column, N, 2 * BLOCK_M, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=("R",))
@@ -172,9 +279,7 @@ def hp_row_tiles(
             a = tl.load(x_tile + start, mask=is_k, other=0.0)
             b = tl.load(w_tile + start, mask=is_k, other=0.0)
             acc = tl.dot(a, tl.trans(b), acc)
-        places = out + first.to(tl.int64) * N + column + (m[:, None] * N + n[None, :])
-        is_inside = (m < end - first)[:, None] & (n < N - column)[None, :]
-        tl.store(places, acc.to(out.dtype.element_ty), mask=is_inside)
+        store_rows(out, acc, first, end, column, N, BLOCK_M, BLOCK_N)
     else:
         clear_tile(out, first, end, column, N, BLOCK_M, BLOCK_N)
 
@@ -281,6 +386,18 @@ def row_tile(num_rows: int, num_groups: int) -> RowTile:
     return RowTile(64, 3, 168)  # three programs fit on a processor
 
 
+def takes_pairs(a: QuantizedTensor, whole: QuantizedTensor, num_rows: int, num_groups: int) -> bool:
+    """Whether row_pairs multiplies: many rows a group, and codes that Hopper's tensor memory unit can fetch."""
+    is_aligned = all(q.qdata.data_ptr() % ALIGNMENT == 0 for q in (a, whole))
+    return num_rows >= MANY_ROWS * num_groups and is_aligned and _is_hopper(a.device)
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    """Without a GPU, what Hopper would get is interpreted or compiled."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+
+
 def scaled_grouped_mm(
     a: QuantizedTensor,
     whole: QuantizedTensor,
@@ -293,17 +410,24 @@ def scaled_grouped_mm(
     R, K, E = a.shape[0] if slots is None else slots.shape[0], a.shape[1], offsets.shape[0]
     N = whole.shape[0] // E
     out = torch.empty(R, N, dtype=out_dtype, device=a.device)
-    tile = row_tile(R, E)
-    grid = (num_tiles(R, E, tile.block_m) * triton.cdiv(N, BLOCK_N),)
-    limit = {} if tile.registers is None else {"maxnreg": tile.registers}
+    codes, weights = a.qdata, whole.qdata
+    if takes_pairs(a, whole, R, E):
+        kernel, rows = row_pairs, 2 * PAIR_M
+        own = {"BLOCK_M": PAIR_M, "STAGES": PAIR_STAGES}
+        weights = TensorDescriptor(weights, [E * N, K], [K, 1], [BLOCK_N, SLAB])
+        codes = codes if slots is not None else TensorDescriptor(codes, [R, K], [K, 1], [PAIR_M, SLAB])
+    else:
+        kernel, tile = row_tiles, row_tile(R, E)
+        rows, own = tile.block_m, {"BLOCK_M": tile.block_m, "STAGES": tile.stages, "BY_GROUP": is_by_group(R, E)}
+        own |= {} if tile.registers is None else {"maxnreg": tile.registers}
+    grid = (num_tiles(R, E, rows) * triton.cdiv(N, BLOCK_N),)
     with on_device_of(out):
         launch = launcher_of(
-            row_tiles, SLOTS=slots_per_row, GROUPS=max(LEAST_GROUPS, triton.next_power_of_2(E)), BLOCK_M=tile.block_m,
-            BLOCK_N=BLOCK_N, SLAB=SLAB, HAS_BLOCKS=a.scaling.kind != "per_row", STAGES=tile.stages,
-            BY_GROUP=is_by_group(R, E), num_warps=WARPS, **limit,
+            kernel, SLOTS=slots_per_row, GROUPS=max(LEAST_GROUPS, triton.next_power_of_2(E)), BLOCK_N=BLOCK_N,
+            SLAB=SLAB, HAS_BLOCKS=a.scaling.kind != "per_row", num_warps=WARPS, **own,
         )  # fmt: skip
-        scales = (a.scale, whole.qdata, whole.scale.contiguous())
-        launch(grid, out, a.qdata, *scales, offsets, slots, a.scale.stride(0), a.scale.stride(1), R, N, K, E)
+        scales = (a.scale, weights, whole.scale.contiguous())
+        launch(grid, out, codes, *scales, offsets, slots, a.scale.stride(0), a.scale.stride(1), R, N, K, E)
     return out
 
 

@@ -1,5 +1,7 @@
 """Every launch of the grouped kernels compiles for Hopper without spills, on its 8-bit matrix instruction."""
 
+import re
+
 import pytest
 import torch
 
@@ -25,7 +27,7 @@ def codes(rows: int, cols: int, scaling: Scaling) -> QuantizedTensor:
         *(("blockwise", 8, rows) for rows in (7, 200, 1000)),
         *(pytest.param("rowwise", 8, rows, marks=SLOW) for rows in (7, 64, 1000)),
         pytest.param("blockwise", 8, 64, marks=SLOW),
-        *(pytest.param(k, 128, r, marks=SLOW) for k in ("rowwise", "blockwise") for r in (1024, 2048, 16384)),
+        *(pytest.param(k, 128, r, marks=SLOW) for k in ("rowwise", "blockwise") for r in (1024, 2048, 8192)),
     ],
 )
 def test_rows(kind: str, num_experts: int, rows: int) -> None:
@@ -54,8 +56,8 @@ def test_rows(kind: str, num_experts: int, rows: int) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "rows"),
-    [("blockwise", 2048), *(pytest.param(*c, marks=SLOW) for c in (("blockwise", 512), ("blockwise", 65536)))]
-    + [pytest.param("rowwise", rows, marks=SLOW) for rows in (512, 2048, 65536)],
+    [("blockwise", 2048), *(pytest.param("blockwise", rows, marks=SLOW) for rows in (512, 8192))]
+    + [pytest.param("rowwise", rows, marks=SLOW) for rows in (512, 2048, 8192)],
 )
 def test_gathered_rows(kind: str, rows: int) -> None:
     """With the registers and the loads of rows that follow each other: 16 bytes at once."""
@@ -71,6 +73,34 @@ def test_gathered_rows(kind: str, rows: int) -> None:
     assert loads[0] == loads[1] > 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "is_gathered"),
+    [("blockwise", False), pytest.param("blockwise", True, marks=SLOW)]
+    + [pytest.param("rowwise", is_gathered, marks=SLOW) for is_gathered in (False, True)],
+)
+def test_pairs(kind: str, is_gathered: bool) -> None:
+    """Many rows a group: two programs on a processor, and the tensor memory unit fetches what is not gathered."""
+    scalings = (Scaling.per_row(), Scaling.per_row())
+    if kind == "blockwise":
+        scalings = (Scaling.block_1x128(), Scaling.block_128x128())
+    offsets, slots = torch.zeros(128, dtype=torch.int32), torch.zeros(65536, dtype=torch.int64)
+
+    def multiply() -> None:
+        for num_out, width in ((1536, 2048), (2048, 768), (1536, 336)):
+            a, whole = codes(65536, width, scalings[0]), codes(128 * num_out, width, scalings[1])
+            kernels.scaled_grouped_mm(a, whole, offsets, torch.bfloat16, slots if is_gathered else None)
+
+    for launch in launched(multiply):
+        assert launch.kernel.__name__ == "row_pairs"
+        report = compiled(launch, 0)
+        assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in report.ptx, launch
+        fetched = set(re.findall(r"cp\.async\.bulk\.tensor[^[]*\[%r\d+\], \[(%rd\d+), ", report.ptx))
+        assert len(fetched) == (1 if is_gathered else 2), launch  # descriptors
+        assert ("cp.async.cg.shared.global" in report.ptx) == is_gathered, launch  # 16 bytes of gathered codes
+        assert 2 * report.registers * 128 <= REGISTERS_OF_A_PROCESSOR
+        assert 2 * (report.shared_bytes + 1024) <= SHARED_BYTES_OF_A_PROCESSOR
+
+
 def test_steps_of_other_sizes_share_their_kernels() -> None:
     offsets, weights = torch.zeros(8, dtype=torch.int32), torch.empty(8, 256, 256, dtype=torch.bfloat16)
     whole = codes(8 * 256, 256, Scaling.block_128x128())
@@ -80,7 +110,11 @@ def test_steps_of_other_sizes_share_their_kernels() -> None:
             kernels.scaled_grouped_mm(codes(rows, 256, Scaling.block_1x128()), whole, offsets, torch.bfloat16)
             kernels.grouped_mm_exact(torch.empty(rows, 256, dtype=torch.bfloat16), weights, offsets, torch.bfloat16)
 
-    assert sorted(launch.kernel.__name__ for launch in launched(multiply)) == ["hp_row_tiles", "row_tiles"]
+            many = codes(4 * rows, 256, Scaling.block_1x128())
+            kernels.scaled_grouped_mm(many, whole, offsets, torch.bfloat16)
+
+    names = sorted(launch.kernel.__name__ for launch in launched(multiply))
+    assert names == ["hp_row_tiles", "row_pairs", "row_tiles"]
 
 
 def test_clearing_the_tail() -> None:

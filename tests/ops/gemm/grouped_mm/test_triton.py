@@ -24,6 +24,7 @@ DEVICE = "cpu" if is_interpreting() else "cuda"
 # Rows of each group; the last number is rows of no group. Groups of one tile, of several, of none, of one row.
 GROUPS = [[16, 0, 130, 1, 64, 5], [0, 0, 70, 0], [3, 200]]
 SHAPES = [(128, 256), (256, 336)] if is_interpreting() else [(128, 256), (256, 336), (1536, 2048)]
+LARGE_GROUPS = [] if is_interpreting() else [[700, 300, 0, 513, 1000, 50], [512] * 16 + [0]]
 PAIRS = {
     "rowwise": (Scaling.per_row(), Scaling.per_row()),
     "blockwise": (Scaling.block_1x128(), Scaling.block_128x128()),
@@ -144,6 +145,35 @@ def test_gathered_rows_have_the_bits_of_copied_ones(pair, turned_group, most_by_
     found = kernels.scaled_grouped_mm(a, whole, ends(sizes[:-1]), torch.bfloat16, slots, 3)
     assert_bitwise(found, kernels.scaled_grouped_mm(copied, whole, ends(sizes[:-1]), torch.bfloat16))
     assert found[: sum(sizes[:-1])].any() and not found[sum(sizes[:-1]) :].any()
+
+
+@pytest.mark.parametrize("is_gathered", [False, True], ids=["copied", "gathered"])
+@pytest.mark.parametrize("width", [336] if is_interpreting() else [336, 768, 2048])
+@pytest.mark.parametrize(
+    "sizes", [[0, 65, 1, 128, 64, 40], [130, 0, 0, 200, 0], [129, 33, 0], [0, 0, 200], *LARGE_GROUPS], ids=str
+)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_pairs_of_tiles_have_the_bits_of_single_ones(pair, sizes, width, is_gathered, monkeypatch):
+    """Whichever of two tiles has rows, in memory that held something else: exact mode rests on this."""
+    num_out, rows, groups = 256 if pair == "blockwise" else 136, sum(sizes), len(sizes) - 1
+    a = make((100 if is_gathered else rows, width), PAIRS[pair][0], 0)
+    whole = make((groups * num_out, width), PAIRS[pair][1], 1)
+    slots = torch.arange(rows, device=DEVICE).flip(0) * 3 % 300 if is_gathered else None
+    found = []
+    for many in (10**6, 0):
+        monkeypatch.setattr(kernels, "MANY_ROWS", many)
+        assert kernels.takes_pairs(a, whole, rows, groups) == (many == 0)
+        found.append(kernels.scaled_grouped_mm(a, whole, ends(sizes[:-1]), torch.float32, slots, 3))
+    assert found[0][: sum(sizes[:-1])].any() or not sum(sizes[:-1])
+    assert not found[1].isnan().any()
+    assert_bitwise(*found)
+
+
+def test_codes_that_the_memory_unit_cannot_fetch_go_to_single_tiles() -> None:
+    a, whole = make((256, 128), Scaling.per_row(), 0), make((128, 128), Scaling.per_row(), 1)
+    shifted = torch.empty(256 * 128 + 8, dtype=torch.uint8, device=DEVICE)[8:].view(a.qdata.dtype).view(256, 128)
+    assert kernels.takes_pairs(a, whole, 256, 1) and not kernels.takes_pairs(a, whole, 256, 3)
+    assert not kernels.takes_pairs(QuantizedTensor(shifted, a.scale, a.scaling), whole, 256, 1)
 
 
 def test_all_rows_have_tiles_and_few_are_left() -> None:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from octavo.numerics.quantized import QuantizedTensor
+from octavo.ops._runtime.arrivals import arrivals_of
 
 BLOCK_K = 128  # summed by the matrix units, then added in fp32, with the blocks' scales where there are any
 PROGRAMS = 132  # one an SM
@@ -86,19 +87,4 @@ def new_parts(
     if splits == 1:
         return None, None
     assert tiles <= PROGRAMS, "K is split where there are fewer tiles than multiprocessors"
-    return torch.empty(tiles * splits * elements, dtype=torch.float32, device=device), _arrivals(device)
-
-
-def _arrivals(device: torch.device) -> torch.Tensor:
-    """A tile's counter is 0, and the kernel leaves it at 0; every stream, whose launches overlap, has its own."""
-    is_gpu = device.type == "cuda"
-    key = (device, torch.cuda.current_stream(device).cuda_stream if is_gpu else 0)
-    counters = _counters.get(key)
-    if counters is None:
-        counters = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
-        if not (is_gpu and torch.cuda.is_current_stream_capturing()):  # else a CUDA graph makes the zeros each time
-            _counters[key] = counters
-    return counters
-
-
-_counters: dict[tuple[torch.device, int], torch.Tensor] = {}  # for good: a CUDA graph may hold their addresses
+    return torch.empty(tiles * splits * elements, dtype=torch.float32, device=device), arrivals_of(device, PROGRAMS)

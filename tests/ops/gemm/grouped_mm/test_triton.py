@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from octavo.numerics import QuantizedTensor, Scaling, quantize_reference
-from octavo.ops.gemm.grouped_mm import grouped_mm
+from octavo.ops.gemm import grouped_mm as ops
+from octavo.ops.gemm.grouped_mm import grouped_mm, library
 from octavo.ops.gemm.grouped_mm import triton as kernels
 from octavo.ops.gemm.grouped_mm.reference import (
     column_slice,
@@ -61,6 +62,20 @@ def test_rows(pair: str, shape: tuple[int, int], sizes: list[int], out_dtype: to
     expected = scaled_grouped_mm_reference(a, [whole], ends(groups), out_dtype, True, False)
     check(out[: sum(groups)], expected[: sum(groups)], pair)
     assert not out[sum(groups) :].any()
+
+
+@pytest.mark.parametrize("fast_accum", [False, True], ids=["precise", "fast"])
+@pytest.mark.parametrize("exact", [False, True], ids=["any", "exact"])
+def test_precise_sums_are_the_librarys(exact: bool, fast_accum: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours are fast ones, which no call that asks for precise sums gets; exact mode has them on every side."""
+    monkeypatch.setattr(library, "takes_rows", lambda *_: True)
+    monkeypatch.setattr(library, "scaled_grouped_mm", lambda *_: "library")
+    monkeypatch.setattr(kernels, "scaled_grouped_mm", lambda *_: "ours")
+    a, whole = make((5, 128), PAIRS["rowwise"][0], 0), make((2 * 16, 128), PAIRS["rowwise"][1], 1)
+    left = (a.qdata, a.scale, list(a.scaling.block_size))
+    right = ([whole.qdata], [whole.scale], list(whole.scaling.block_size))
+    taken = ops._scaled_cuda(*left, *right, ends([3, 2]), None, 1, torch.bfloat16, exact, fast_accum)
+    assert taken == ("ours" if exact or fast_accum else "library")
 
 
 @pytest.mark.parametrize("most_by_group", [0, 10**6], ids=["searched", "by_group"])

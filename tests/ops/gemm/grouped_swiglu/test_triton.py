@@ -40,9 +40,11 @@ def assert_same(found: QuantizedTensor, wanted: QuantizedTensor) -> None:
     assert found.scale.stride() == wanted.scale.stride()
 
 
+@pytest.mark.parametrize("fewest_rows", [0, 10**6], ids=["32 rows a tile", "16"])
 @pytest.mark.parametrize("sizes", GROUPS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bits(shape, sizes) -> None:
+def test_bits(shape, sizes, fewest_rows, monkeypatch) -> None:
+    monkeypatch.setattr(kernels, "FEWEST_ROWS", fewest_rows)
     (both, width), groups = shape, sizes[:-1]
     a, whole = make((sum(sizes), width), BLOCK, 0), make((len(groups) * both, width), SQUARE, 1)
     arguments = a, whole, ends(groups), None, 1, BLOCK, torch.bfloat16

@@ -21,10 +21,9 @@ from octavo.ops.gemm.hp_mm import triton as hp_mm
 
 BLOCK_N, WARPS = 128, 4
 LEAST_GROUPS = 32  # searched at once, one a lane: what finds its group among fewer spills with few registers
-TURNED_GROUP = 8  # rows a group on average: up to here tiles of 32 rows are quicker, also where some groups have many
+TURNED_GROUP = 16  # rows a group on average: up to here tiles of 32 rows are quicker, also where some groups have many
 LARGE_GROUP = 128  # rows: where groups have as many on average, the exact 16-bit GEMM takes tiles of 128
 FEW_ROWS = 32  # a group on average: up to here our tiles read weights faster than the library's
-MOST_BY_GROUP = 32  # rows a group on average: up to here most have one tile, whose program does not search for it
 MANY_ROWS = 128  # a group on average: from here on row_pairs is taken
 PAIR_M, PAIR_STAGES = 64, 3  # two programs fit on a processor
 SMALL_HP = hp_mm.SMALL._replace(stages=4)  # two programs fit on a processor
@@ -35,43 +34,23 @@ GRAD_WARPS, GRAD_STAGES = 8, 4  # 128 x 128 tiles
 
 
 @triton.jit
-def place_of(offsets, tile, R, E, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BEGUN: tl.constexpr):
-    """A tile's group, its first row and where the group's rows end, not counting every group's first BEGUN tiles.
+def place_of(offsets, tile, R, E, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """A tile's group, its first row and where the group's rows end; a tile without rows begins at or past that end.
 
-    Tiles past those of the groups hold the rows of no group, as if these were group E, which ends at R.
+    Where no group can have a row on average, a tile may begin at every row, and does where its group's next BLOCK_M
+    rows begin. Else group g's tiles begin with the number start // BLOCK_M + g: each group before has room for one
+    that is not full. So a tile knows its group from one comparison with every group. Rows of no group are group E's.
     """
     index = tl.arange(0, GROUPS)
     ends = tl.load(offsets + index, mask=index < E, other=0)
-    starts = tl.load(offsets + index - 1, mask=(index > 0) & (index < E), other=0)
-    tiles = tl.where(ends > starts, (ends - starts + BLOCK_M - 1) // BLOCK_M - BEGUN, 0)
-    tiles_after = tl.cumsum(tiles, 0)
-    group = tl.sum(((tiles_after <= tile) & (index < E)).to(tl.int32), 0)
-    if group < E:
-        is_own = index == group
-        first_tile = tl.sum(tl.where(is_own, tiles_after - tiles, 0), 0)
-        first = tl.sum(tl.where(is_own, starts, 0), 0) + (tile - first_tile + BEGUN) * BLOCK_M
-        end = tl.sum(tl.where(is_own, ends, 0), 0)
+    next_tiles = tl.where(R < E, ends, ends // BLOCK_M + index + 1)
+    group = tl.sum(((next_tiles <= tile) & (index < E)).to(tl.int32), 0)
+    start = tl.load(offsets + group - 1, mask=group > 0, other=0)
+    end = tl.load(offsets + group, mask=group < E, other=R)
+    if R < E:
+        first = tl.where((tile - start) % BLOCK_M == 0, tile, end)
     else:
-        last_end = tl.max(ends, 0)
-        first = last_end + (tile - tl.max(tiles_after, 0)) * BLOCK_M
-        end = tl.maximum(last_end, R)
-    return group, first, end
-
-
-@triton.jit
-def find_place(offsets, tile, R, E, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BY_GROUP: tl.constexpr):
-    """As place_of. With BY_GROUP the first E tiles are the groups' first ones, whose programs search for nothing.
-
-    A group without rows has a first tile too, then, whose place ends where it begins.
-    """
-    if not BY_GROUP:
-        group, first, end = place_of(offsets, tile, R, E, GROUPS, BLOCK_M, 0)
-    elif tile < E:
-        group = tile
-        first = tl.load(offsets + tile - 1, mask=tile > 0, other=0)
-        end = tl.load(offsets + tile)
-    else:
-        group, first, end = place_of(offsets, tile - E, R, E, GROUPS, BLOCK_M, 1)
+        first = start + (tile - start // BLOCK_M - group) * BLOCK_M
     return group, first, end
 
 
@@ -114,13 +93,9 @@ def rows_of_tile(
 def row_tiles(
     out, a, a_scale, b, b_scale, offsets, slots, stride_sa, stride_sa_slab, R, N, K, E,
     SLOTS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLAB: tl.constexpr,
-    HAS_BLOCKS: tl.constexpr, STAGES: tl.constexpr, BY_GROUP: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of out: the rows of one group times its weight. Programs past the last group's tiles clear the tail.
-
-    There are cdiv(R, BLOCK_M) + min(E, R) tiles in all, of which n groups with r rows take fewer than r / BLOCK_M + n:
-    as many as the rows of no group need are left. With BY_GROUP, which wants R >= E, groups without rows take one too:
-    there are then E first tiles, and the others and those of no group fit cdiv(R, BLOCK_M).
 
     The matrix instruction has 64 rows on its first side and as few as 8 on its second. A tile of fewer than 64 rows is
     turned: the weight is on the first side, so that a group of few rows is padded less. Either way an element is the
@@ -132,7 +107,7 @@ def row_tiles(
     num_columns = tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0) // num_columns
     column = tl.program_id(0) % num_columns * BLOCK_N
-    group, first, end = find_place(offsets, tile, R, E, GROUPS, BLOCK_M, BY_GROUP)
+    group, first, end = place_of(offsets, tile, R, E, GROUPS, BLOCK_M)
     if (group < E) & (first < end):
         m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, SLAB)
         a_tile, a_scales = rows_of_tile(a, a_scale, slots, stride_sa, first, end, K, SLOTS, BLOCK_M, SLAB)
@@ -144,7 +119,7 @@ def row_tiles(
         for slab in tl.range(0, slabs, num_stages=STAGES):
             is_k = (k < K - slab * SLAB)[None, :]
             # where most rows are no group's, not asking the cache for them is worth a mask
-            is_x = is_k & (m < end - first)[:, None] if BY_GROUP else is_k
+            is_x = is_k & (m < end - first)[:, None] if TURNED else is_k
             x = tl.load(a_tile + slab * SLAB, mask=is_x, other=0.0)
             w = tl.load(b_tile + slab * SLAB, mask=is_k, other=0.0)
             if HAS_BLOCKS:
@@ -230,7 +205,7 @@ def row_pairs(
     num_columns = tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0) // num_columns
     column = tl.program_id(0) % num_columns * BLOCK_N
-    group, first, end = place_of(offsets, tile, R, E, GROUPS, 2 * BLOCK_M, 0)
+    group, first, end = place_of(offsets, tile, R, E, GROUPS, 2 * BLOCK_M)
     if (group < E) & (first < end):
         upper, upper_scales = half_of(a, a_scale, slots, first, end, stride_sa, K, SLOTS, BLOCK_M, SLAB)
         lower, lower_scales = half_of(a, a_scale, slots, first + BLOCK_M, end, stride_sa, K, SLOTS, BLOCK_M, SLAB)
@@ -261,13 +236,12 @@ def row_pairs(
 def hp_row_tiles(
     out, x, weights, offsets, R, N, K, E,
     GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    BY_GROUP: tl.constexpr,
 ):  # fmt: skip
     """As row_tiles, of 16-bit operands, with the sums of hp_mm.mm_tiles: its tiles, its steps, its instruction."""
     num_columns = tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0) // num_columns
     column = tl.program_id(0) % num_columns * BLOCK_N
-    group, first, end = find_place(offsets, tile, R, E, GROUPS, BLOCK_M, BY_GROUP)
+    group, first, end = place_of(offsets, tile, R, E, GROUPS, BLOCK_M)
     if (group < E) & (first < end):
         m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
         rows, columns = tl.minimum(m, end - 1 - first), tl.minimum(n, N - 1 - column)
@@ -360,13 +334,8 @@ def can_multiply_columns(a: QuantizedTensor, b: QuantizedTensor) -> bool:
 
 
 def num_tiles(num_rows: int, num_groups: int, block_m: int) -> int:
-    """Tiles that any groups of so many rows fit: each group with rows may end in one that is not full."""
-    return triton.cdiv(num_rows, block_m) + min(num_groups, num_rows)
-
-
-def is_by_group(num_rows: int, num_groups: int) -> bool:
-    """Whether the first tiles are the groups' first: where most groups have rows, and most of these one tile."""
-    return num_groups <= num_rows <= MOST_BY_GROUP * num_groups
+    """Tiles that any groups of so many rows fit, with those of rows of no group: see place_of."""
+    return num_rows if num_rows < num_groups else triton.cdiv(num_rows, block_m) + num_groups
 
 
 class RowTile(NamedTuple):
@@ -379,11 +348,9 @@ class RowTile(NamedTuple):
 
 def row_tile(num_rows: int, num_groups: int) -> RowTile:
     """The quickest on an H200 by the rows that groups have on average."""
-    if num_rows <= TURNED_GROUP * num_groups:
+    if num_rows < num_groups:
         return RowTile(32, 4, None)
-    if is_by_group(num_rows, num_groups):
-        return RowTile(64, 4, None)
-    return RowTile(64, 3, 168)  # three programs fit on a processor
+    return RowTile(32 if num_rows <= TURNED_GROUP * num_groups else 64, 3, 168)  # three programs fit on a processor
 
 
 def takes_pairs(a: QuantizedTensor, whole: QuantizedTensor, num_rows: int, num_groups: int) -> bool:
@@ -418,7 +385,7 @@ def scaled_grouped_mm(
         codes = codes if slots is not None else TensorDescriptor(codes, [R, K], [K, 1], [PAIR_M, SLAB])
     else:
         kernel, tile = row_tiles, row_tile(R, E)
-        rows, own = tile.block_m, {"BLOCK_M": tile.block_m, "STAGES": tile.stages, "BY_GROUP": is_by_group(R, E)}
+        rows, own = tile.block_m, {"BLOCK_M": tile.block_m, "STAGES": tile.stages}
         own |= {} if tile.registers is None else {"maxnreg": tile.registers}
     grid = (num_tiles(R, E, rows) * triton.cdiv(N, BLOCK_N),)
     with on_device_of(out):
@@ -453,7 +420,7 @@ def grouped_mm_exact(
     with on_device_of(out):
         launch = launcher_of(
             hp_row_tiles, GROUPS=triton.next_power_of_2(E), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-            BLOCK_K=tile.block_k, STAGES=tile.stages, BY_GROUP=is_by_group(R, E), num_warps=tile.num_warps,
+            BLOCK_K=tile.block_k, STAGES=tile.stages, num_warps=tile.num_warps,
         )  # fmt: skip
         launch(grid, out, x, weights, offsets, R, N, K, E)
     return out

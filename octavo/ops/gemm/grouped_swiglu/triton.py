@@ -46,7 +46,7 @@ def gated_row_tiles(
     tile, block = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks
     column = block * BLOCK_F
     # A group's tiles follow each other, so that one of many rows finds its weight in the cache.
-    group, first, end = place_of(offsets, tile, R, E, GROUPS, BLOCK_M, 0)
+    group, first, end = place_of(offsets, tile, R, E, GROUPS, BLOCK_M)
     m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_F), tl.arange(0, SLAB)
     is_row = m < end - first
     scale_places = out_scale + block.to(tl.int64) * R + first + m

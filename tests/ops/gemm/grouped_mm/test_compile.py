@@ -31,7 +31,7 @@ def codes(rows: int, cols: int, scaling: Scaling) -> QuantizedTensor:
     ],
 )
 def test_rows(kind: str, num_experts: int, rows: int) -> None:
-    """Turned tiles of 32 rows where groups are small, else of 64, three programs on a processor where not by group."""
+    """Turned tiles of 32 rows where groups are small, else of 64; three programs on a processor where all have rows."""
     scalings = (Scaling.per_row(), Scaling.per_row())
     if kind == "blockwise":
         scalings = (Scaling.block_1x128(), Scaling.block_128x128())
@@ -43,10 +43,8 @@ def test_rows(kind: str, num_experts: int, rows: int) -> None:
             kernels.scaled_grouped_mm(a, whole, offsets, torch.bfloat16)
 
     for launch in launched(multiply):
-        is_turned, is_by_group = rows <= 8 * num_experts, num_experts <= rows <= 32 * num_experts
-        programs = 2 if is_turned or is_by_group else 3
+        is_turned, programs = rows <= 16 * num_experts, 2 if rows < num_experts else 3
         assert f"'BLOCK_M': {32 if is_turned else 64}" in str(launch)
-        assert ("'BY_GROUP': True" in str(launch)) == is_by_group
         report = compiled(launch, 0)
         size = "m64n32k32" if is_turned else "m64n128k32"
         assert f"wgmma.mma_async.sync.aligned.{size}.f32.e4m3.e4m3" in report.ptx, launch

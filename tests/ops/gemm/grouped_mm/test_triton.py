@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from octavo.numerics import QuantizedTensor, Scaling, quantize_reference
 from octavo.ops.gemm import grouped_mm as ops
@@ -14,6 +16,7 @@ from octavo.ops.gemm.grouped_mm.reference import (
     scaled_grouped_mm_columns_reference,
     scaled_grouped_mm_reference,
 )
+from octavo.ops.gemm.grouped_mm.triton import place_of
 from octavo.ops.gemm.hp_mm import hp_mm
 from octavo.ops.gemm.hp_mm import triton as hp_kernels
 from octavo.ops.gemm.scaled_mm import scaled_mm_reference
@@ -78,15 +81,13 @@ def test_precise_sums_are_the_librarys(exact: bool, fast_accum: bool, monkeypatc
     assert taken == ("ours" if exact or fast_accum else "library")
 
 
-@pytest.mark.parametrize("most_by_group", [0, 10**6], ids=["searched", "by_group"])
 @pytest.mark.parametrize("turned_group", [0, 10**6], ids=["straight", "turned"])
 @pytest.mark.parametrize(
     "sizes", [[0, 0, 0, 200], [70, 0, 129, 0], [1, 1, 1, 300], [64, 64, 128, 64], [0, 2, 0, 0], [0, 1, 0, 2]], ids=str
 )
-def test_rows_of_no_group_are_cleared(sizes, turned_group, most_by_group, monkeypatch):
+def test_rows_of_no_group_are_cleared(sizes, turned_group, monkeypatch):
     """Every one, wherever tiles end, in memory that held something else."""
     monkeypatch.setattr(kernels, "TURNED_GROUP", turned_group)
-    monkeypatch.setattr(kernels, "MOST_BY_GROUP", most_by_group)
     groups = sizes[:-1]
     a, whole = make((sum(sizes), 128), Scaling.per_row(), 0), make((3 * 136, 128), Scaling.per_row(), 1)
     out = kernels.scaled_grouped_mm(a, whole, ends(groups), torch.bfloat16)
@@ -127,31 +128,37 @@ def test_turned_tiles_have_the_bits_of_the_others(pair, sizes, shape, monkeypatc
     assert_bitwise(*found)
 
 
-@pytest.mark.parametrize("sizes", [*GROUPS, [1, 0, 0, 64, 65, 3, 0, 0], [0, 0, 0, 300]], ids=str)
-@pytest.mark.parametrize("pair", PAIRS)
-def test_tiles_by_group_have_the_bits_of_those_searched_for(pair, sizes, monkeypatch):
-    """Whatever the groups, in memory that held something else."""
-    groups = len(sizes) - 1
-    a, whole = make((sum(sizes), 336), PAIRS[pair][0], 0), make((groups * 256, 336), PAIRS[pair][1], 1)
-    x, weights = make_hp(sum(sizes), groups, (72, 100), torch.bfloat16)
-    offsets, found = ends(sizes[:-1]), []
-    for most in (0, 10**6):
-        monkeypatch.setattr(kernels, "MOST_BY_GROUP", most)
-        assert kernels.is_by_group(sum(sizes), groups) == (most > 0)
-        fp8 = kernels.scaled_grouped_mm(a, whole, offsets, torch.bfloat16)
-        found.append((fp8, kernels.grouped_mm_exact(x, weights, offsets, torch.bfloat16)))
-    for searched, by_group in zip(*found, strict=True):
-        assert not searched[: offsets[-1]].isnan().any()
-        assert_bitwise(by_group, searched)
+@pytest.mark.parametrize("num_rows", [1, 5, 6, 7, 40, 129])
+@pytest.mark.parametrize("block_m", [16, 64])
+def test_every_row_has_one_tile(block_m, num_rows):
+    """Whatever the groups, those of few rows and the rows of no group too; a row that two tiles write is a race."""
+    generator = torch.Generator().manual_seed(num_rows)
+    for num_groups in (1, 3, 6, 40):
+        for _ in range(4):
+            cuts = torch.randint(num_rows + 1, (num_groups,), generator=generator).sort().values.to(torch.int32)
+            tiles = kernels.num_tiles(num_rows, num_groups, block_m)
+            owners = torch.full((num_rows,), -1, dtype=torch.int32, device=DEVICE)
+            writes = torch.zeros(num_rows, dtype=torch.int32, device=DEVICE)
+            _own_rows[(tiles,)](owners, writes, cuts.to(DEVICE), num_rows, num_groups, GROUPS=64, BLOCK_M=block_m)
+            wanted = torch.searchsorted(cuts, torch.arange(num_rows, dtype=torch.int32), right=True)
+            assert owners.tolist() == wanted.tolist()
+            assert writes.tolist() == [1] * num_rows
 
 
-@pytest.mark.parametrize("most_by_group", [0, 10**6], ids=["searched", "by_group"])
+@triton.jit(do_not_specialize=("R", "E"))
+def _own_rows(owners, writes, offsets, R, E, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Note each tile's group at its rows."""
+    group, first, end = place_of(offsets, tl.program_id(0), R, E, GROUPS, BLOCK_M)
+    rows = first + tl.arange(0, BLOCK_M)
+    tl.store(owners + rows, group, mask=rows < end)
+    tl.atomic_add(writes + rows, 1, mask=rows < end)
+
+
 @pytest.mark.parametrize("turned_group", [0, 10**6], ids=["straight", "turned"])
 @pytest.mark.parametrize("pair", PAIRS)
-def test_gathered_rows_have_the_bits_of_copied_ones(pair, turned_group, most_by_group, monkeypatch):
+def test_gathered_rows_have_the_bits_of_copied_ones(pair, turned_group, monkeypatch):
     """Of three slots a row, sorted by group; some rows are of no group."""
     monkeypatch.setattr(kernels, "TURNED_GROUP", turned_group)
-    monkeypatch.setattr(kernels, "MOST_BY_GROUP", most_by_group)
     sizes = [70, 0, 1, 65, 33, 131]
     a, whole = make((100, 336), PAIRS[pair][0], 0), make((5 * 256, 336), PAIRS[pair][1], 1)
     slots = torch.randperm(300, generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -189,21 +196,6 @@ def test_codes_that_the_memory_unit_cannot_fetch_go_to_single_tiles() -> None:
     shifted = torch.empty(256 * 128 + 8, dtype=torch.uint8, device=DEVICE)[8:].view(a.qdata.dtype).view(256, 128)
     assert kernels.takes_pairs(a, whole, 256, 1) and not kernels.takes_pairs(a, whole, 256, 3)
     assert not kernels.takes_pairs(QuantizedTensor(shifted, a.scale, a.scaling), whole, 256, 1)
-
-
-def test_all_rows_have_tiles_and_few_are_left() -> None:
-    """As many as groups may need with the rows of no group, however R rows fall."""
-    assert [kernels.num_tiles(rows, 128, 64) for rows in (1, 8, 128, 2048)] == [2, 9, 130, 160]
-    for sizes in ([1, 1, 1, 0], [65, 65, 65, 65], [1, 64, 129, 1], [0, 0, 0, 7], [193, 0, 0, 1], [0, 2, 0, 0]):
-        for block_m in (32, 64):
-            used = sum(-(-size // block_m) for size in sizes)
-            assert kernels.num_tiles(sum(sizes), len(sizes) - 1, block_m) >= used, sizes
-            later = used - sum(size > 0 for size in sizes[:-1])
-            assert -(-sum(sizes) // block_m) >= later, sizes
-
-
-def test_tiles_are_by_group_where_most_groups_have_rows_and_few() -> None:
-    assert [rows for rows in (1, 127, 128, 2048, 4096, 4097) if kernels.is_by_group(rows, 128)] == [128, 2048, 4096]
 
 
 @pytest.mark.parametrize("square", [True, False], ids=["128x128", "1x128"])

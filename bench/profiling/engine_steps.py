@@ -97,6 +97,7 @@ def profile_prefill(settings: Settings, _name: str, variant_name: str) -> Iterat
             run_requests(engine, requests, "cpu", math.inf)
         layer = average_layer(watched.kernels, _ANCHORS[device])
         title = f"{_title(settings, workload, variant)}, prompts of {num_seqs} x {workload.prompt_len[1]} tokens"
+        del engine  # or the next one finds no memory
         yield Profile(title, watched, 1, figures, layer)
 
 

@@ -17,7 +17,7 @@ from octavo.models.config import ModelConfig
 from octavo.models.tokenizer import load_tokenizer
 from octavo.nn import Linear, RowLinear
 from octavo.nn.logprob import EXACT_CHUNK_SIZE
-from octavo.ops.logprob.chunks import chunk_len
+from octavo.ops.logprob.chunks import chunk_len, loss_chunks
 from octavo.run.build import build_model_config, find_device
 from octavo.run.sections import OptimizerSection
 from octavo.train.build import DTYPES, check_seq_len, cut_linears, set_precision
@@ -230,8 +230,7 @@ def _transients(
     """What comes and goes: the head's logits, the widest layer's gradients, the optimizer's temporaries."""
     architecture = model.config
     size = model.dtype.itemsize if device.type == "cuda" else 4  # a CPU multiplies the head in fp32
-    chunk = chunk_len(num_tokens, architecture.vocab_size, size)
-    part = chunk_len(chunk, architecture.vocab_size, 8)
+    chunk, part = loss_chunks(num_tokens, architecture.vocab_size, size, needs_weight=True)
     logits = architecture.vocab_size * (chunk * size + part * 4)
     if model.head_group is not None:  # a rank's own, all that it receives, and these in order
         own = architecture.vocab_size // model.head_group.size

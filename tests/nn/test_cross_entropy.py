@@ -35,7 +35,8 @@ def exact_loss(hidden, head, targets, z_loss=0.0):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Two chunks of tokens, whose logits come in halves, and four of the vocabulary."""
-    monkeypatch.setattr(chunks, "MAX_CHUNK_BYTES", 256 * 397 * 4)
+    for limit in ("MAX_CHUNK_BYTES", "MAX_SUMMED_CHUNK_BYTES"):
+        monkeypatch.setattr(chunks, limit, 256 * 397 * 4)
 
 
 def check_gradients(loss, wanted, hidden, head, min_db):
@@ -154,6 +155,9 @@ def test_token_logprobs(dtype, chunk_size, exact, generator, device, small_chunk
 def test_chunks_fit_the_memory_and_the_tiles():
     assert chunks.chunk_len(8192, 128256, 4) == 1024
     assert chunks.chunk_len(8192, 128256, 2) == 2048
+    assert chunks.loss_chunks(40960, 128256, 2, needs_weight=True) == (8192, 2048)
+    assert chunks.loss_chunks(40960, 128256, 2, needs_weight=False) == (2048, 512)
+    assert chunks.loss_chunks(40960, 128256, 0, needs_weight=False) == (1024, 1024)
     assert chunks.chunk_len(300, 128256, 4) == 300
     assert chunks.chunk_len(0, 128256, 4) == 1
     assert chunks.chunk_len(5000, 1 << 30, 4) == chunks.QUANTUM

@@ -8,7 +8,7 @@ fp32; its gradient [V] fp32 is the last result, empty where there is none.
 import torch
 
 from octavo.ops._runtime.registry import register
-from octavo.ops.logprob.chunks import chunk_len, empty_chunk, gemm_dtype, product
+from octavo.ops.logprob.chunks import chunk_len, empty_chunk, gemm_dtype, loss_chunks, product
 from octavo.ops.logprob.rows import cross_entropy_rows, logit_grads, logit_rows
 
 _LOGIT_BYTES = 4
@@ -100,8 +100,7 @@ def _cross_entropy(
     x, w = hidden.to(dtype), weight.to(dtype)
     needs_bias = bias is not None and needs_weight
     needs_grads = needs_hidden or needs_weight
-    step = chunk_len(tokens, vocab, dtype.itemsize if needs_grads else _LOGIT_BYTES)
-    part = chunk_len(step, vocab, 2 * _LOGIT_BYTES) if needs_grads else step  # half the memory
+    step, part = loss_chunks(tokens, vocab, dtype.itemsize if needs_grads else 0, needs_weight)
     logits = empty_chunk(part, vocab, torch.float32, hidden.device)
     grads = empty_chunk(step, vocab, dtype, hidden.device) if needs_grads else None
     losses = hidden.new_empty(tokens, dtype=torch.float32)

@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import json
 import pkgutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -18,10 +19,11 @@ from torch.overrides import TorchFunctionMode
 from triton import __version__, knobs
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
 from triton.compiler import ASTSource, make_backend
 from triton.compiler import compile as compile_source
 from triton.runtime import jit
-from triton.runtime.cache import get_cache_key, get_cache_manager
+from triton.runtime.cache import get_cache_key, get_cache_manager, triton_key
 from triton.runtime.driver import driver
 
 from octavo.ops._runtime.kernel_cache.triton import use_checked_cache
@@ -170,6 +172,7 @@ class _NoGpu:
 
 def load_kernels(target: tuple[str, int, int]) -> None:
     """Load every kernel of octavo in a process that only compiles: what it forks need not."""
+    hashing = begin_hashing()
     driver.set_active(_NoGpu(target))
     use_checked_cache()
     ops = importlib.import_module("octavo.ops")
@@ -177,10 +180,20 @@ def load_kernels(target: tuple[str, int, int]) -> None:
         if found.name.endswith(".triton"):
             importlib.import_module(found.name)
     make_backend(GPUTarget(*target)).hash()  # asks the assembler for its version, once
+    hashing.join()
+
+
+def begin_hashing() -> threading.Thread:
+    """A thread in which Triton hashes itself, 400 MB, for the names of kernels on disk: it does so once a process."""
+    thread = threading.Thread(target=triton_key, name="octavo-triton-key", daemon=True)
+    thread.start()
+    return thread
 
 
 def compile_kernel(request: KernelRequest) -> float:
-    """Compile it into the cache on disk; seconds that it took. Raises what Triton does."""
+    """Compile it and what launches it into the cache on disk; seconds that it took. Raises what Triton does."""
     began = time.perf_counter()
-    compile_source(request.source(), target=GPUTarget(*request.target), options=request.options)
+    kernel = compile_source(request.source(), target=GPUTarget(*request.target), options=request.options)
+    if hasattr(nvidia, "make_launcher"):  # Triton 3.6 runs a C compiler for each signature, else at the first launch
+        nvidia.CudaLauncher(kernel.src, kernel.metadata)
     return time.perf_counter() - began

@@ -228,7 +228,7 @@ def _start(path: Path, asked: dict[str, Any], config: EngineConfig) -> CompilerT
     device = chosen_device(asked["device"])
     if device.type != "cuda":
         return None
-    from octavo.ops._runtime.kernel_requests.triton import begin_hashing
+    from octavo.ops._runtime.kernel_requests.triton import preparing_triton
     from octavo.serve.kernel_list import KernelList
 
     use_checked_cache(device)
@@ -237,14 +237,15 @@ def _start(path: Path, asked: dict[str, Any], config: EngineConfig) -> CompilerT
         if processes is not None:
             unused.callback(processes.close)
         kernels = KernelList(path, asked, config, device)
-        if kernels.is_complete():
-            begin_hashing()
-            return None
-        if processes is None:
-            processes = processes_for(device)  # a fork, before this process has a context on the GPU
+        is_complete = kernels.is_complete()
+        if processes is None and not is_complete:
+            processes = processes_for(device)  # a fork, before this process has threads and a context on the GPU
             unused.callback(processes.close)
-        begin_hashing()  # a thread, so behind the fork
-        if has_room(path, asked, torch.cuda.mem_get_info(device)[0]):
+        with preparing_triton():
+            free_bytes = torch.cuda.mem_get_info(device)[0]
+        if is_complete:
+            return None
+        if has_room(path, asked, free_bytes):
             unused.pop_all()
             build = functools.partial(build_stand_in, path, asked, device)
             return CompilerThreads(build, config, device, processes=processes, kernels=kernels)

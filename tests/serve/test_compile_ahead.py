@@ -8,6 +8,7 @@ import logging
 import sys
 import threading
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -419,7 +420,14 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 40, is_comp
     monkeypatch.setattr(compile_ahead, "chosen_device", torch.device)
     monkeypatch.setattr(compile_ahead, "use_checked_cache", lambda device: told.append("checked"))
     monkeypatch.setitem(sys.modules, "octavo.serve.kernel_list", types.SimpleNamespace(KernelList=kernel_list))
-    requests = types.SimpleNamespace(begin_hashing=lambda: told.append("hashing"))
+
+    @contextlib.contextmanager
+    def preparing_triton() -> Iterator[None]:
+        told.append("triton")
+        yield
+        told.append("prepared")
+
+    requests = types.SimpleNamespace(preparing_triton=preparing_triton)
     monkeypatch.setitem(sys.modules, "octavo.ops._runtime.kernel_requests.triton", requests)
     memory = free_bytes, free_bytes
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: told_of("memory", memory))
@@ -430,7 +438,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 40, is_comp
 
 
 # the processes are a fork, which is to have no context on the GPU: asking for its memory makes one
-BEGUN = ["checked", "list", "processes", "hashing", "memory", "begin cuda"]
+PREPARED = ["triton", "memory", "prepared"]
+BEGUN = ["checked", "list", "processes", *PREPARED, "begin cuda"]
 
 
 @pytest.mark.parametrize(
@@ -440,7 +449,7 @@ BEGUN = ["checked", "list", "processes", "hashing", "memory", "begin cuda"]
         ("cuda", True, 1 << 40, False, [*BEGUN, "load", "finish early=False"]),
         ("cuda", False, 1 << 40, False, [*BEGUN, "load", "finish early=True"]),
         ("cuda", True, 1 << 33, False, [*BEGUN[:-1], "close", "load"]),
-        ("cuda", True, 1 << 40, True, ["checked", "list", "hashing", "load"]),
+        ("cuda", True, 1 << 40, True, ["checked", "list", *PREPARED, "load"]),
     ],
     ids=["cpu", "gpu", "no_warm_up", "no_room", "all_there"],
 )
@@ -475,7 +484,7 @@ def test_a_server_forks_its_processes_before_it_has_threads(
         told.clear()
         with compiling_ahead(path, ASKED | {"device": "cuda"}, CONFIG):
             told.append("load")
-        own = ["hashing", *["close"] * first] if is_complete else BEGUN[2 + first :]
+        own = [*PREPARED, *["close"] * first] if is_complete else BEGUN[2 + first :]
         assert told == ["checked", "list", *own, "load", *([] if is_complete else ["finish early=False"])]
 
 

@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="triton is only packaged for Linux")
 
 from triton import knobs
 from triton.backends.nvidia import driver as nvidia
+from triton.runtime.driver import driver
 
 from octavo.numerics import Scaling
 from octavo.numerics.quantized import QuantizedTensor
@@ -25,6 +26,7 @@ from octavo.ops._runtime.kernel_requests.triton import (
     KernelRequest,
     compile_kernel,
     load_kernels,
+    preparing_triton,
     requesting_kernels,
 )
 from octavo.ops._runtime.registry import can_bypass_dispatcher
@@ -114,6 +116,7 @@ def test_codes_that_are_left_out_read_as_zeros(monkeypatch: pytest.MonkeyPatch) 
     found: list[KernelRequest] = []
     with requesting_kernels(found.append):
         rows, _ = matrix.quantize_matrix(X, Scaling.block_1x128(), None)
+    assert rows is not None
     assert len(found) == 1 and not rows.qdata.float().any() and not rows.scale.any()
 
 
@@ -170,7 +173,7 @@ def test_a_kernel_comes_with_what_launches_it(are_compiled: bool, monkeypatch: p
     assert names == [(request.signature, "norm_rows")] * are_compiled
 
 
-def test_triton_has_hashed_itself_before_workers_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_is_prepared_beside_the_rest_and_before_workers_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads 400 MB for the first kernel's name, and so would each of them."""
     began, done = threading.current_thread(), list[bool]()
 
@@ -180,4 +183,18 @@ def test_triton_has_hashed_itself_before_workers_are_forked(monkeypatch: pytest.
 
     monkeypatch.setattr(kernel_requests, "triton_key", hash_slowly)
     load_kernels(TARGET)
-    assert done == [True]
+    assert done == [True] and threading.active_count() == 1
+
+
+def test_the_driver_is_made_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one thread: of two, each would make one. What it fails of is raised."""
+    monkeypatch.setattr(driver, "_active", None)
+    monkeypatch.setattr(driver, "_default", None)
+    made: list[int] = []
+    monkeypatch.setitem(type(driver).default.fget.__globals__, "_create_driver", lambda: made.append(1) or "driver")
+    with preparing_triton():
+        pass
+    assert made == [1] and driver.active == "driver"
+    monkeypatch.setattr(kernel_requests, "triton_key", lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError), preparing_triton():
+        pass

@@ -9,9 +9,9 @@ import hashlib
 import importlib
 import json
 import pkgutil
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -172,22 +172,27 @@ class _NoGpu:
 
 def load_kernels(target: tuple[str, int, int]) -> None:
     """Load every kernel of octavo in a process that only compiles: what it forks need not."""
-    hashing = begin_hashing()
     driver.set_active(_NoGpu(target))
     use_checked_cache()
-    ops = importlib.import_module("octavo.ops")
-    for found in pkgutil.walk_packages(ops.__path__, "octavo.ops."):
-        if found.name.endswith(".triton"):
-            importlib.import_module(found.name)
-    make_backend(GPUTarget(*target)).hash()  # asks the assembler for its version, once
-    hashing.join()
+    with preparing_triton():
+        ops = importlib.import_module("octavo.ops")
+        for found in pkgutil.walk_packages(ops.__path__, "octavo.ops."):
+            if found.name.endswith(".triton"):
+                importlib.import_module(found.name)
+        make_backend(GPUTarget(*target)).hash()  # asks the assembler for its version, once
 
 
-def begin_hashing() -> threading.Thread:
-    """A thread in which Triton hashes itself, 400 MB, for the names of kernels on disk: it does so once a process."""
-    thread = threading.Thread(target=triton_key, name="octavo-triton-key", daemon=True)
-    thread.start()
-    return thread
+@contextlib.contextmanager
+def preparing_triton() -> Iterator[None]:
+    """Let Triton do beside what is done within what it does once a process, which takes half a second.
+
+    It hashes itself, 400 MB, for kernels' names on disk, and makes its driver, by a C compiler where none is on disk.
+    """
+    with ThreadPoolExecutor(2, thread_name_prefix="octavo-triton") as pool:
+        hashing, driving = pool.submit(triton_key), pool.submit(lambda: driver.active)
+        yield
+    hashing.result()
+    driving.result()
 
 
 def compile_kernel(request: KernelRequest) -> float:

@@ -9,9 +9,8 @@ from bench import BENCHMARKS, BenchOptions, profiling, run_benchmark
 from bench.options import FP8_RECIPES, RECORDS
 from bench.ranks import ON_RANKS, run_on_ranks
 from bench.serve_options import DEFAULT_RATE, DEFAULT_READY_S, ServeOptions
-from octavo.config import did_you_mean
 from octavo.env import api_key_from_env
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, did_you_mean
 
 _ALL = BENCHMARKS | ON_RANKS | profiling.PROFILE
 _LIST = "; ".join(f"{name}: {summary}" for name, summary in _ALL.items())

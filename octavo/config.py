@@ -9,7 +9,6 @@ import json
 import re
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_args
 
@@ -18,7 +17,7 @@ from pydantic_core import ErrorDetails
 from rich.console import Console
 
 from octavo.deprecation import warn_of_former
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, did_you_mean, nearest
 
 
 class Config(BaseModel):
@@ -55,19 +54,6 @@ class Config(BaseModel):
             a line for a person on what was removed.
         """
         return []
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that a mistyped one is nearest to, whatever the case of its letters; None where none is near."""
-    by_folded = {other.casefold(): other for other in known}
-    found = get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.6)
-    return by_folded[found[0]] if found else None
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?`, the end of a refusal of an unknown name; empty where no known one is near."""
-    found = nearest(name, known)
-    return "" if found is None else f"; did you mean {found!r}?"
 
 
 C = TypeVar("C", bound=Config)

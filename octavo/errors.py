@@ -1,9 +1,25 @@
 """Typed errors of every layer: each message says what, which rule, what was got and what to do."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 def install_extra(name: str) -> str:
     """What to do where a package of an extra is missing; octavo is installed from its checkout, for no index has it."""
     return f"run pip install -e '.[{name}]' in octavo's checkout"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that a mistyped one is nearest to, whatever the case of its letters; None where none is near."""
+    by_folded = {other.casefold(): other for other in known}
+    found = get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.6)
+    return by_folded[found[0]] if found else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?`, the end of a refusal of an unknown name; empty where no known one is near."""
+    found = nearest(name, known)
+    return "" if found is None else f"; did you mean {found!r}?"
 
 
 class OctavoError(Exception):

@@ -7,8 +7,8 @@ import pytest
 from pydantic import Field, ValidationError, model_validator
 
 from octavo import env
-from octavo.config import Config, load_config, nearest, sections_of
-from octavo.errors import ConfigError
+from octavo.config import Config, load_config, sections_of
+from octavo.errors import ConfigError, nearest
 from tests.assertions import assert_raises
 
 

@@ -11,8 +11,7 @@ from rich.progress import track
 from safetensors import SafetensorError, safe_open
 
 from octavo.cli.checkpoint_folder import newest_model
-from octavo.config import did_you_mean
-from octavo.errors import CheckpointError, ConfigError
+from octavo.errors import CheckpointError, ConfigError, did_you_mean
 from octavo.numerics.analysis import TensorReport, analyze, format_table
 from octavo.numerics.analysis_plot import plot_exponents
 from octavo.numerics.recipe import RECIPE_NAMES, get_recipe

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from octavo.cli.checkpoint_folder import Checkpoint, newest_model
-from octavo.config import did_you_mean
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, did_you_mean
 from octavo.integrations.lm_eval import TaskScore, require_harness, run_tasks
 from octavo.models.load import AUTO_RECIPE
 from octavo.numerics.recipe import RECIPE_NAMES

@@ -13,8 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from octavo.cli.checkpoint_folder import newest_model
-from octavo.config import did_you_mean
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, did_you_mean
 from octavo.models import CalibrationText, QuantizationReport, quantize_checkpoint
 from octavo.models.checkpoint import compressed_tensors
 from octavo.models.quantize import QUANTIZED_DIALECTS

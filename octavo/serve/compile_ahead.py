@@ -39,10 +39,11 @@ _forked: list["KernelProcesses"] = []
 
 
 class Job(NamedTuple):
-    """A step: its tokens, and what runs it."""
+    """A step: its tokens, what runs it, and whether an engine runs it as it is made, with a warm-up or without."""
 
     num_tokens: int
     run: Callable[[], object]
+    is_of_start: bool = False
 
 
 class CompilerThreads:
@@ -94,10 +95,15 @@ class CompilerThreads:
 
     def _begin(self) -> None:
         jobs: list[Job] = []
-        self._try(lambda: jobs.extend(jobs_of(self._build(), self._config, self._max_len)))
-        if self._processes is not None:
-            soon = [job for job in jobs if self._config.warm_up or job.num_tokens <= FIRST_TOKENS]
-            self.num_compiled = compile_in_processes(soon, self._processes, self._device, self._kernels)
+
+        def make() -> list[Job]:
+            self._try(lambda: jobs.extend(jobs_of(self._build(), self._config, self._max_len)))
+            return [j for j in jobs if self._config.warm_up or j.is_of_start or j.num_tokens <= FIRST_TOKENS]
+
+        if self._processes is None:
+            make()
+        else:
+            self.num_compiled = compile_in_processes(make, self._processes, self._device, self._kernels)
         for i, job in enumerate(jobs):
             if i == 0:
                 self._count(job)  # alone: what a model makes at its first step is not made by two threads
@@ -135,7 +141,7 @@ def jobs_of(model: Decoder, config: EngineConfig, max_len: int) -> list[Job]:
     steps = sorted(runner.warm_up_steps, key=lambda step: step.num_tokens)
     where = model, runner.layers, runner.slots, longest
     jobs = [Job(step.num_tokens, functools.partial(step.run, *where)) for step in steps]
-    jobs.append(Job(config.max_num_batched_tokens, functools.partial(run_full_step, model, config)))
+    jobs.append(Job(config.max_num_batched_tokens, functools.partial(run_full_step, model, config), is_of_start=True))
     if config.warm_up and (graphs := runner.graphs) is not None:
         keys = graphs.missing(config.max_num_seqs, min(max_len, longest))
         jobs += [Job(key[0], functools.partial(graphs.run_uncaptured, *key)) for key in keys]
@@ -143,15 +149,22 @@ def jobs_of(model: Decoder, config: EngineConfig, max_len: int) -> list[Job]:
 
 
 def compile_in_processes(
-    jobs: list[Job], processes: "KernelProcesses", device: torch.device, kernels: "KernelList | None" = None
+    make: Callable[[], list[Job]],
+    processes: "KernelProcesses",
+    device: torch.device,
+    kernels: "KernelList | None" = None,
 ) -> int:
-    """Compile the kernels of these steps that are not on disk, and close the processes; how many were compiled."""
+    """Compile the kernels of steps that are not on disk, and close the processes; how many were compiled.
+
+    Args:
+        make: the steps; kernels that it launches itself are left out and compiled likewise.
+    """
     from octavo.ops._runtime.kernel_requests.triton import requesting_kernels
 
     began, error = time.perf_counter(), None
     with contextlib.closing(processes):
         with requesting_kernels(processes.compile) as entries, torch.no_grad(), _current(device):
-            for job in jobs:
+            for job in (jobs := make()):
                 try:
                     job.run()
                 except Exception as raised:  # of zeros where kernels were left out: an engine runs it again
@@ -162,7 +175,7 @@ def compile_in_processes(
         logger.info("%d of %d kernels compiled in processes in %.1f s", num_compiled, processes.num_asked, seconds)
     if error is not None:
         logger.info("a step without its kernels ended early, and may need others: %s: %s", type(error).__name__, error)
-    elif kernels is not None and entries and num_compiled == processes.num_asked:
+    elif kernels is not None and jobs and entries and num_compiled == processes.num_asked:
         kernels.write(entries)
     return num_compiled
 
@@ -180,9 +193,11 @@ def compile_missing(model: Decoder, config: EngineConfig) -> None:
     if not has_room_beside(model.config, dtype.itemsize, torch.cuda.mem_get_info(device)[0]):
         return
     use_checked_cache(device)
-    jobs = jobs_of(stand_in_of(model.config, model.numerics, dtype, device), config, READY_LEN)
-    compile_in_processes(jobs, processes_for(device, at_once=False), device)
-    del jobs
+
+    def make() -> list[Job]:
+        return jobs_of(stand_in_of(model.config, model.numerics, dtype, device), config, READY_LEN)
+
+    compile_in_processes(make, processes_for(device, at_once=False), device)
     _give_back()
 
 
@@ -213,6 +228,7 @@ def _start(path: Path, asked: dict[str, Any], config: EngineConfig) -> CompilerT
     device = chosen_device(asked["device"])
     if device.type != "cuda":
         return None
+    from octavo.ops._runtime.kernel_requests.triton import preparing_triton
     from octavo.serve.kernel_list import KernelList
 
     use_checked_cache(device)
@@ -221,12 +237,15 @@ def _start(path: Path, asked: dict[str, Any], config: EngineConfig) -> CompilerT
         if processes is not None:
             unused.callback(processes.close)
         kernels = KernelList(path, asked, config, device)
-        if kernels.is_complete():
-            return None
-        if processes is None:
-            processes = processes_for(device)  # a fork, before this process has a context on the GPU
+        is_complete = kernels.is_complete()
+        if processes is None and not is_complete:
+            processes = processes_for(device)  # a fork, before this process has threads and a context on the GPU
             unused.callback(processes.close)
-        if has_room(path, asked, torch.cuda.mem_get_info(device)[0]):
+        with preparing_triton():
+            free_bytes = torch.cuda.mem_get_info(device)[0]
+        if is_complete:
+            return None
+        if has_room(path, asked, free_bytes):
             unused.pop_all()
             build = functools.partial(build_stand_in, path, asked, device)
             return CompilerThreads(build, config, device, processes=processes, kernels=kernels)

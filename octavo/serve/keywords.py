@@ -9,8 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from octavo.config import nearest
-from octavo.errors import KeywordError
+from octavo.errors import KeywordError, nearest
 
 P = ParamSpec("P")
 R = TypeVar("R")

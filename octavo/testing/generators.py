@@ -5,8 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from octavo.config import did_you_mean
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, did_you_mean
 
 Maker = Callable[[tuple[int, ...], torch.dtype, torch.Generator], torch.Tensor]
 

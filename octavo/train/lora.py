@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from octavo.config import did_you_mean
-from octavo.errors import CheckpointError, ConfigError, RecipeError
+from octavo.errors import CheckpointError, ConfigError, RecipeError, did_you_mean
 from octavo.models import Decoder, Tokenizer, load_model
 from octavo.models.checkpoint.dialects import newest_model
 from octavo.models.checkpoint.names import parameter_names

@@ -8,6 +8,7 @@ import logging
 import sys
 import threading
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from octavo import LLM, SamplingParams
 from octavo.errors import CheckpointError
 from octavo.models import Decoder, load_model, save_model
 from octavo.nn import Linear, live_tensors, pin_codes
+from octavo.ops._runtime.kernel_requests import leaves_out_launches
 from octavo.serve import compile_ahead, model_choice
 from octavo.serve.compile_ahead import (
     CompilerThreads,
@@ -256,15 +258,26 @@ def test_steps_run_without_their_kernels_until_processes_have_compiled_them(
         if is_left_out:
             raise ValueError("zeros")
 
-    jobs = [Job(number, functools.partial(job, number)) for number in (1, 256, 300)]
+    jobs = [Job(number, functools.partial(job, number), number == 301) for number in (1, 256, 300, 301)]
     monkeypatch.setattr(compile_ahead, "jobs_of", lambda *_: jobs)
     monkeypatch.setattr(compile_ahead, "NUM_THREADS", 1)
     config = dataclasses.replace(CONFIG, warm_up=warm_up)
-    threads = CompilerThreads(lambda: None, config, CPU, processes=FakeProcesses(told))  # type: ignore[arg-type,return-value]
+
+    def build() -> Any:
+        told.append(f"build{' without' if leaves_out_launches() else ''}")
+
+    threads = CompilerThreads(build, config, CPU, processes=FakeProcesses(told))  # type: ignore[arg-type]
     threads.finish()
-    left_out = ["1 without", "256 without", *(["300 without"] if warm_up else [])]
-    assert told == [*left_out, "wait", "close", "1", "256", "300"]
-    assert threads.error is None and threads.num_compiled == 7 and threads.num_done == 3
+    left_out = ["1 without", "256 without", *(["300 without"] if warm_up else []), "301 without"]
+    assert told == ["build without", *left_out, "wait", "close", "1", "256", "300", "301"]
+    assert threads.error is None and threads.num_compiled == 7 and threads.num_done == 4
+
+
+def test_an_engines_full_step_is_waited_for_without_a_warm_up() -> None:
+    """It is made with the engine, and has kernels of its own."""
+    with torch.no_grad():
+        jobs = jobs_of(make_model("qwen3", "blockwise", exact=False), CONFIG, 2048)
+    assert [job.num_tokens for job in jobs if job.is_of_start] == [CONFIG.max_num_batched_tokens]
 
 
 class FakeKernelList:
@@ -314,6 +327,16 @@ def test_a_list_is_written_of_what_is_known_to_be_all(
     lines = [record for record in caplog.records if "ended early" in record.getMessage()]
     assert [record.levelno for record in lines] == [logging.INFO] * bool(num_errors)
     assert all("ValueError: zeros" in record.getMessage() for record in lines)
+
+
+def test_no_list_is_written_where_a_stand_in_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the kernels that it met until then."""
+    requests = pytest.importorskip("octavo.ops._runtime.kernel_requests.triton")
+    monkeypatch.setattr(requests, "requesting_kernels", lambda _: contextlib.nullcontext({"quantize"}))
+    told: list[Any] = []
+    processes, kernels = FakeProcesses(told, 7), FakeKernelList(told)
+    CompilerThreads(lambda: 1 // 0, CONFIG, CPU, processes=processes, kernels=kernels).finish()  # type: ignore[arg-type,return-value]
+    assert told == ["wait", "close"]
 
 
 @pytest.mark.parametrize(
@@ -397,6 +420,15 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 40, is_comp
     monkeypatch.setattr(compile_ahead, "chosen_device", torch.device)
     monkeypatch.setattr(compile_ahead, "use_checked_cache", lambda device: told.append("checked"))
     monkeypatch.setitem(sys.modules, "octavo.serve.kernel_list", types.SimpleNamespace(KernelList=kernel_list))
+
+    @contextlib.contextmanager
+    def preparing_triton() -> Iterator[None]:
+        told.append("triton")
+        yield
+        told.append("prepared")
+
+    requests = types.SimpleNamespace(preparing_triton=preparing_triton)
+    monkeypatch.setitem(sys.modules, "octavo.ops._runtime.kernel_requests.triton", requests)
     memory = free_bytes, free_bytes
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: told_of("memory", memory))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -406,7 +438,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 40, is_comp
 
 
 # the processes are a fork, which is to have no context on the GPU: asking for its memory makes one
-BEGUN = ["checked", "list", "processes", "memory", "begin cuda"]
+PREPARED = ["triton", "memory", "prepared"]
+BEGUN = ["checked", "list", "processes", *PREPARED, "begin cuda"]
 
 
 @pytest.mark.parametrize(
@@ -416,7 +449,7 @@ BEGUN = ["checked", "list", "processes", "memory", "begin cuda"]
         ("cuda", True, 1 << 40, False, [*BEGUN, "load", "finish early=False"]),
         ("cuda", False, 1 << 40, False, [*BEGUN, "load", "finish early=True"]),
         ("cuda", True, 1 << 33, False, [*BEGUN[:-1], "close", "load"]),
-        ("cuda", True, 1 << 40, True, ["checked", "list", "load"]),
+        ("cuda", True, 1 << 40, True, ["checked", "list", *PREPARED, "load"]),
     ],
     ids=["cpu", "gpu", "no_warm_up", "no_room", "all_there"],
 )
@@ -451,7 +484,7 @@ def test_a_server_forks_its_processes_before_it_has_threads(
         told.clear()
         with compiling_ahead(path, ASKED | {"device": "cuda"}, CONFIG):
             told.append("load")
-        own = ["close"] if is_complete and first else [] if is_complete else BEGUN[2 + first :]
+        own = [*PREPARED, *["close"] * first] if is_complete else BEGUN[2 + first :]
         assert told == ["checked", "list", *own, "load", *([] if is_complete else ["finish early=False"])]
 
 

@@ -16,8 +16,7 @@ from bench.options import BenchOptions
 from bench.processes import ROOT, visible_gpus
 from bench.ranks import command_of, environment
 from bench.speed.scale.expected import compare
-from octavo.config import did_you_mean
-from octavo.errors import BackendError, ConfigError
+from octavo.errors import BackendError, ConfigError, did_you_mean
 
 # Name -> the program and the parts of it; in this order.
 PARTS = {

@@ -11,8 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from octavo.config import did_you_mean
-from octavo.errors import BackendError, ConfigError, DataError
+from octavo.errors import BackendError, ConfigError, DataError, did_you_mean
 
 # reward of (prompt, completion, answer, the file's whole row)
 Verifier = Callable[[str, str, str, Mapping[str, Any]], float]

@@ -9,7 +9,7 @@ from fastapi import Request
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from octavo.config import did_you_mean
+from octavo.errors import did_you_mean
 from octavo.serve.http.config import ServerConfig
 from octavo.serve.http.errors import ApiError
 from octavo.serve.http.schema import ADVICE, MAX_LOGIT_BIASES, Body

@@ -3,6 +3,7 @@
 import contextlib
 import pickle
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,25 @@ import torch
 pytest.importorskip("triton", reason="triton is only packaged for Linux")
 
 from triton import knobs
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime.driver import driver
 
 from octavo.numerics import Scaling
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.ops._runtime.kernel_cache.triton import use_checked_cache
 from octavo.ops._runtime.kernel_requests import leaves_out_launches
-from octavo.ops._runtime.kernel_requests.triton import KernelRequest, compile_kernel, requesting_kernels
+from octavo.ops._runtime.kernel_requests import triton as kernel_requests
+from octavo.ops._runtime.kernel_requests.triton import (
+    KernelRequest,
+    compile_kernel,
+    load_kernels,
+    preparing_triton,
+    requesting_kernels,
+)
 from octavo.ops._runtime.registry import can_bypass_dispatcher
 from octavo.ops.gemm.grouped_swiglu import triton as grouped_swiglu
 from octavo.ops.norm import triton as kernels
+from octavo.ops.quantize.triton import matrix, plan
 from octavo.testing.interpreter import is_interpreting
 from tests.ops.fake_gpu import TARGET, X, hopper, launch_norm, requests_of
 
@@ -98,6 +109,17 @@ def test_what_is_left_out_reads_as_zeros() -> None:
     assert full.all()
 
 
+def test_codes_that_are_left_out_read_as_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although quantizers allocate past torch.empty: a stand-in keeps them."""
+    monkeypatch.setattr(plan, "_empty_on_gpu", lambda shape, *_: torch.full(shape, 7.0))
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
+    found: list[KernelRequest] = []
+    with requesting_kernels(found.append):
+        rows, _ = matrix.quantize_matrix(X, Scaling.block_1x128(), None)
+    assert rows is not None
+    assert len(found) == 1 and not rows.qdata.float().any() and not rows.scale.any()
+
+
 def test_other_threads_launch_as_ever() -> None:
     errors: list[BaseException] = []
 
@@ -134,3 +156,45 @@ def test_a_dtype_within_a_constant_is_named_and_compiled() -> None:
     (request,) = requests_of(lambda: grouped_swiglu.grouped_swiglu(*arguments))
     compile_kernel(pickle.loads(pickle.dumps(request)))
     assert request.entry().is_there()
+
+
+@pytest.mark.parametrize("are_compiled", [True, False])
+def test_a_kernel_comes_with_what_launches_it(are_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6 compiles a launcher, and would at the first launch; later ones have one for all kernels."""
+    made: list[Any] = []
+    if are_compiled:
+        monkeypatch.setattr(nvidia, "make_launcher", None, raising=False)
+    else:
+        monkeypatch.delattr(nvidia, "make_launcher", raising=False)
+    monkeypatch.setattr(nvidia, "CudaLauncher", lambda source, metadata: made.append((source, metadata)))
+    (request,) = requests_of(launch_norm)
+    compile_kernel(request)
+    names = [(source.signature, metadata.name) for source, metadata in made]
+    assert names == [(request.signature, "norm_rows")] * are_compiled
+
+
+def test_triton_is_prepared_beside_the_rest_and_before_workers_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads 400 MB for the first kernel's name, and so would each of them."""
+    began, done = threading.current_thread(), list[bool]()
+
+    def hash_slowly() -> None:
+        time.sleep(0.5)
+        done.append(threading.current_thread() is not began)
+
+    monkeypatch.setattr(kernel_requests, "triton_key", hash_slowly)
+    load_kernels(TARGET)
+    assert done == [True] and threading.active_count() == 1
+
+
+def test_the_driver_is_made_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one thread: of two, each would make one. What it fails of is raised."""
+    monkeypatch.setattr(driver, "_active", None)
+    monkeypatch.setattr(driver, "_default", None)
+    made: list[int] = []
+    monkeypatch.setitem(type(driver).default.fget.__globals__, "_create_driver", lambda: made.append(1) or "driver")
+    with preparing_triton():
+        pass
+    assert made == [1] and driver.active == "driver"
+    monkeypatch.setattr(kernel_requests, "triton_key", lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError), preparing_triton():
+        pass

@@ -11,6 +11,7 @@ import json
 import pkgutil
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +19,11 @@ from torch.overrides import TorchFunctionMode
 from triton import __version__, knobs
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
 from triton.compiler import ASTSource, make_backend
 from triton.compiler import compile as compile_source
 from triton.runtime import jit
-from triton.runtime.cache import get_cache_key, get_cache_manager
+from triton.runtime.cache import get_cache_key, get_cache_manager, triton_key
 from triton.runtime.driver import driver
 
 from octavo.ops._runtime.kernel_cache.triton import use_checked_cache
@@ -172,15 +174,31 @@ def load_kernels(target: tuple[str, int, int]) -> None:
     """Load every kernel of octavo in a process that only compiles: what it forks need not."""
     driver.set_active(_NoGpu(target))
     use_checked_cache()
-    ops = importlib.import_module("octavo.ops")
-    for found in pkgutil.walk_packages(ops.__path__, "octavo.ops."):
-        if found.name.endswith(".triton"):
-            importlib.import_module(found.name)
-    make_backend(GPUTarget(*target)).hash()  # asks the assembler for its version, once
+    with preparing_triton():
+        ops = importlib.import_module("octavo.ops")
+        for found in pkgutil.walk_packages(ops.__path__, "octavo.ops."):
+            if found.name.endswith(".triton"):
+                importlib.import_module(found.name)
+        make_backend(GPUTarget(*target)).hash()  # asks the assembler for its version, once
+
+
+@contextlib.contextmanager
+def preparing_triton() -> Iterator[None]:
+    """Let Triton do beside what is done within what it does once a process, which takes half a second.
+
+    It hashes itself, 400 MB, for kernels' names on disk, and makes its driver, by a C compiler where none is on disk.
+    """
+    with ThreadPoolExecutor(2, thread_name_prefix="octavo-triton") as pool:
+        hashing, driving = pool.submit(triton_key), pool.submit(lambda: driver.active)
+        yield
+    hashing.result()
+    driving.result()
 
 
 def compile_kernel(request: KernelRequest) -> float:
-    """Compile it into the cache on disk; seconds that it took. Raises what Triton does."""
+    """Compile it and what launches it into the cache on disk; seconds that it took. Raises what Triton does."""
     began = time.perf_counter()
-    compile_source(request.source(), target=GPUTarget(*request.target), options=request.options)
+    kernel = compile_source(request.source(), target=GPUTarget(*request.target), options=request.options)
+    if hasattr(nvidia, "make_launcher"):  # Triton 3.6 runs a C compiler for each signature, else at the first launch
+        nvidia.CudaLauncher(kernel.src, kernel.metadata)
     return time.perf_counter() - began

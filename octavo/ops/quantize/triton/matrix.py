@@ -11,6 +11,7 @@ import torch
 from octavo.numerics.infinity import infinity_flag
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
+from octavo.ops._runtime.kernel_requests import leaves_out_launches
 from octavo.ops._runtime.launch import triton as launch
 from octavo.ops.quantize.reference import Operands, placed
 from octavo.ops.quantize.triton.plan import (
@@ -128,7 +129,9 @@ def _launch_first(
         is_long = max(M, K, stride) > OFFSET_LIMIT
         wishes = (quant_scale is not None, amax_out is not None, is_wide, is_long, None)
         plan = plan_emission(M, K, x.dtype, scaling, column_scaling, *wishes)
-    rows, columns, given = plan.allocate(x.device, x.get_device() >= 0, quant_scale, amax_out, out)
+    # what is left out is to read as zeros: torch.empty makes them, and plan's own allocator does not
+    is_quick = x.get_device() >= 0 and not leaves_out_launches()
+    rows, columns, given = plan.allocate(x.device, is_quick, quant_scale, amax_out, out)
     sizes, launches = (stride, M, K), []
     for step in plan.steps:
         compiled = step.quantize(step.grid, step.take(given), x, *sizes)

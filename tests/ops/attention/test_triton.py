@@ -195,10 +195,11 @@ def test_queries_of_any_size(size: float) -> None:
 
 @EACH_CACHE
 @pytest.mark.parametrize("out_scaling", [None, Scaling()])
+@pytest.mark.parametrize(("longest", "limit"), [(200, "MAX_SPLIT_TILES"), (128, "MAX_HALVED_TILES")])
 def test_many_tiles_walk_their_splits_alone_with_the_same_bits(
-    kv: str, out_scaling: Scaling | None, monkeypatch: pytest.MonkeyPatch
+    kv: str, longest: int, limit: str, out_scaling: Scaling | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sequences = Sequences((130, 64, 65, 1, 200), 4, 2, 128, kv)
+    sequences = Sequences((101, 64, 65, 1, longest), 4, 2, 128, kv)
     sequences.whole()  # so that all keys are in the cache
     newest = [(i, n - 1, n) for i, n in enumerate(sequences.lengths)]
     outputs, grids = [], []
@@ -209,8 +210,9 @@ def test_many_tiles_walk_their_splits_alone_with_the_same_bits(
         return lambda grid, *given: grids.append((kernel, grid)) or launch(grid, *given)
 
     monkeypatch.setattr(kernels, "launcher_of", watched)
-    for most, splits in ((10, 4), (9, 1), (10, 4)):  # of 5 sequences and 2 heads; counters are left as they were
-        monkeypatch.setattr(kernels, "MAX_SPLIT_TILES", most)
+    num_splits = -(-longest // kernels.SPLIT)
+    for most, splits in ((10, num_splits), (9, 1), (10, num_splits)):  # of 5 sequences and 2 heads, counters as before
+        monkeypatch.setattr(kernels, limit, most)
         grids.clear()
         outputs.append(sequences.attend(newest, out_scaling=out_scaling))
         assert grids == [(attend_tiles, (5, 2, splits))]

@@ -38,8 +38,9 @@ LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 # New tokens of a sequence up to which splits run side by side: their tiles are too few otherwise.
 MAX_DECODE_TOKENS = 8
-# Tiles up to which they do; so many keep a GPU busy whose programs walk all their splits, which writes no parts.
-MAX_SPLIT_TILES = 2048
+# Tiles up to which they do; so many keep a GPU busy whose programs walk all their splits, which writes no parts. Of
+# two splits fewer do: sequences cannot differ so much that many programs wait for the longest.
+MAX_SPLIT_TILES, MAX_HALVED_TILES = 2048, 512
 
 
 class Queries(NamedTuple):
@@ -100,7 +101,8 @@ def attention_paged(
     tile = tiles.decode if queries.is_decode else tiles.prefill if exact else tiles.fast
     is_one_token = queries.max_query_len == 1 and B == T and tile.groups * tile.rows >= H // KH
     num_tiles = B if is_one_token else T * (H // KH) // (tile.groups * tile.rows) + B
-    is_split = queries.is_decode and num_splits > 1 and num_tiles * KH <= MAX_SPLIT_TILES
+    most_tiles = MAX_HALVED_TILES if num_splits == 2 else MAX_SPLIT_TILES
+    is_split = queries.is_decode and num_splits > 1 and num_tiles * KH <= most_tiles
     num_parts = num_splits if is_split else int(num_splits > 1)
     part_acc = torch.empty(T * H * num_parts, D, dtype=torch.float32, device=q.device)
     part_stats = torch.empty(T * H * num_splits, 2, dtype=torch.float32, device=q.device) if is_split else None

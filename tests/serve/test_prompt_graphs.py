@@ -11,7 +11,7 @@ from octavo.numerics import Numerics, get_recipe
 from octavo.ops.gemm.scaled_mm import unpadded_rows
 from octavo.serve.engine import graph_capture, prompt_graphs
 from octavo.serve.engine.paged_context import PagedContext
-from octavo.serve.engine.prompt_graphs import PromptGraphs, Stop, step_sizes
+from octavo.serve.engine.prompt_graphs import PromptGraphs, Stop, sizes_for, step_sizes
 from tests.serve.random_models import make_model, random_prompts
 
 
@@ -31,6 +31,15 @@ def test_gpus_that_share_a_step_have_sizes_for_larger_and_full_ones() -> None:
     assert step_sizes(8192, numerics, 2)[-6:] == [2048, 2560, 3072, 3584, 4096, 8192]
     assert step_sizes(3000, numerics, 2)[-2:] == [2560, 3072]
     assert step_sizes(8192, numerics, 4)[-1] == 8192
+
+
+def test_experts_have_a_size_for_full_steps() -> None:
+    numerics = Numerics(get_recipe("blockwise"))
+    assert step_sizes(8192, numerics, has_experts=True) == [*step_sizes(8192, numerics), 8192]
+    assert step_sizes(1000, numerics, has_experts=True) == step_sizes(1000, numerics)
+    cpu = torch.device("cpu")
+    largest = [sizes_for(make_model(family, "bf16", device=cpu), 8192)[-1] for family in ("llama", "qwen3_moe")]
+    assert largest == [2048, 8192]
 
 
 def test_what_would_be_mostly_padding_is_not_filled_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ CODE: dict[str, tuple[str, ...]] = {
     "scale_4_gpus": _SCALE,
     "serve": _ENGINE,
     "serve_2d966c2": _ENGINE,
-    "serve_d1bf1fd": _ENGINE,
+    "serve_ef89fe2": _ENGINE,
     "sizes": _LINEAR,
     "step": (*_LINEAR, "octavo/models"),
     "step_host": _ENGINE,

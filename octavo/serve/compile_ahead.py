@@ -164,7 +164,8 @@ def compile_in_processes(
     began, error = time.perf_counter(), None
     with contextlib.closing(processes):
         with requesting_kernels(processes.compile) as entries, torch.no_grad(), _current(device):
-            for job in (jobs := make()):
+            jobs = make()
+            for job in jobs:
                 try:
                     job.run()
                 except Exception as raised:  # of zeros where kernels were left out: an engine runs it again

@@ -8,10 +8,8 @@ fp32; its gradient [V] fp32 is the last result, empty where there is none.
 import torch
 
 from octavo.ops._runtime.registry import register
-from octavo.ops.logprob.chunks import chunk_len, empty_chunk, gemm_dtype, loss_chunks, product
+from octavo.ops.logprob.chunks import LOGIT_BYTES, chunk_len, empty_chunk, gemm_dtype, loss_chunks, product
 from octavo.ops.logprob.rows import cross_entropy_rows, logit_grads, logit_rows
-
-_LOGIT_BYTES = 4
 
 
 def _logprobs(
@@ -26,7 +24,7 @@ def _logprobs(
     tokens, vocab = hidden.shape[0], weight.shape[0]
     dtype = gemm_dtype(hidden, weight)
     x, w = hidden.to(dtype), weight.to(dtype)
-    step = min(chunk_size or chunk_len(tokens, vocab, _LOGIT_BYTES), max(tokens, 1))
+    step = min(chunk_size or chunk_len(tokens, vocab, LOGIT_BYTES), max(tokens, 1))
     logits = empty_chunk(step, vocab, torch.float32, hidden.device)
     lse, logprobs = (hidden.new_empty(tokens, dtype=torch.float32) for _ in range(2))
     entropy = hidden.new_empty(tokens if with_entropy else 0, dtype=torch.float32)
@@ -57,8 +55,8 @@ def _logprobs_backward(
     (tokens, width), vocab = hidden.shape, weight.shape[0]
     dtype = gemm_dtype(hidden, weight)
     x, w = hidden.to(dtype), weight.to(dtype)
-    max_bytes = None if chunk_size is None else chunk_size * vocab * (_LOGIT_BYTES + dtype.itemsize)
-    step = chunk_len(vocab, tokens, _LOGIT_BYTES + dtype.itemsize, max_bytes)
+    max_bytes = None if chunk_size is None else chunk_size * vocab * (LOGIT_BYTES + dtype.itemsize)
+    step = chunk_len(vocab, tokens, LOGIT_BYTES + dtype.itemsize, max_bytes)
     logits = empty_chunk(tokens, step, torch.float32, hidden.device)
     grads = empty_chunk(tokens, step, dtype, hidden.device)
     grad_hidden = hidden.new_zeros((tokens, width) if needs_hidden else 0, dtype=torch.float32)

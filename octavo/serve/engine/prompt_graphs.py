@@ -19,7 +19,7 @@ from octavo.serve.engine.graph_capture import CapturedSteps, GraphRecorder, borr
 from octavo.serve.engine.paged_context import PagedContext
 from octavo.serve.engine.waiting import try_out
 
-# tokens; beyond the last one GPU has more to do than the CPU, and each of several with the work of a step together less
+# tokens; beyond the last one GPU has more to do than the CPU; of several each has less to do, and of experts one too
 _SIZES = (*range(64, 513, 64), *range(640, 2049, 128))
 _MOST_TOKENS, _WIDE_STEP = _SIZES[-1], 512
 

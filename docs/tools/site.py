@@ -58,7 +58,7 @@ def _relinked(text: str, source: Path, page_uri: str) -> str:
         path = (source.parent / match[2]).resolve()
         return match[1] + posixpath.relpath(_uri(path), posixpath.dirname(page_uri) or ".")
 
-    text = text.replace("```python no-run", "```python")  # a word to the tests
+    text = re.sub(r"^( *```\w+) no-run$", r"\1", text, flags=re.MULTILINE)  # a word to the tests
     return "".join(part if part.startswith("```") else _LINK.sub(link, part) for part in _FENCE.split(text))
 
 

@@ -45,8 +45,9 @@ def command(
     """Reinforce a language model by GRPO: sample, verify, learn, refit.
 
     Ctrl-C and SIGTERM save after the step under way; the exit code is then 130 or 143, and the same command goes on.
-    With `exact = true` the trainer's logprobs equal the sampler's bit for bit, and every step checks it. Under torchrun
-    each rank samples and learns its share, and the first one prints.
+    Before the first step (a warm start counts as none) there is nothing to save. With `exact = true` the trainer's
+    logprobs equal the sampler's bit for bit: every step checks its first minibatch, and all of it as often as
+    trainer.check_exact_every says. Under torchrun each rank samples and learns its share, and the first one prints.
     """
     config, notes = resolve_config(
         [text for text in (file, *(keys or ())) if text is not None],

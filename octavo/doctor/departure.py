@@ -93,7 +93,7 @@ class DepartureReport:
                 f"no layer departs by itself; errors add up to {accumulated.fp8_db:.1f} dB at layer "
                 f"{accumulated.layer}, {accumulated.tensor} (threshold {self.threshold_db:g} dB)"
             )
-        return f"FP8 ({self.recipe}) stays within {self.threshold_db:g} dB of fp32 in every layer"
+        return f"FP8 ({self.recipe}) keeps at least {self.threshold_db:g} dB (SQNR) to fp32 in every layer"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values; equal tensors have 999 dB, and one that has gone bad -999."""

@@ -85,7 +85,7 @@ def upload(folder: str | Path, repo: str, *, private: bool = False, revision: st
         ConfigError: a name that no repository can have.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+    from huggingface_hub.errors import HFValidationError
 
     api = HfApi(library_name="octavo")
     try:
@@ -101,10 +101,10 @@ def upload(folder: str | Path, repo: str, *, private: bool = False, revision: st
         )
     except HFValidationError as error:
         raise ConfigError(f"REPO must be owner/name as the Hub takes it, got {repo!r}: {error}") from error
-    except (HfHubHTTPError, LocalTokenNotFoundError, OSError, RuntimeError) as error:  # the last is of a large file's
+    except Exception as error:  # of a network: which library of HTTP raises them depends on the Hub's version
         cause = error.__cause__ or error
         raise BackendError(
-            f"{repo} was not uploaded: {type(cause).__name__}: {str(cause).strip().splitlines()[0]}; look at "
+            f"{repo} was not uploaded: {type(cause).__name__}: {' '.join(str(cause).split()[:40])}; look at "
             "`hf auth whoami` and the network, then give the command again"
         ) from error
     return str(done.commit_url)

@@ -13,6 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from octavo.errors import BackendError, CheckpointError, ConfigError, DataError, install_extra
+from octavo.models.checkpoint.dialects import newest_model
 
 EOS_TOKEN = "<|endoftext|>"
 _FILE, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -284,13 +285,14 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Read a tokenizer.json from the disk.
 
     Args:
-        path: the file, or a directory that holds it. Never a name on a hub: octavo downloads nothing.
+        path: the file, or a directory that holds it, or that of a training run or step: its newest model. Never a name
+            on a hub: octavo downloads nothing.
     Returns:
         The tokenizer; eos_id comes from tokenizer_config.json or config.json beside it, else from EOS_TOKEN.
     Raises:
         CheckpointError: there is no such file, or it is no tokenizer.
     """
-    file = Path(path) / _FILE if Path(path).is_dir() else Path(path)
+    file = newest_model(Path(path)) / _FILE if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise CheckpointError(
             f"{path}: no {_FILE} there; give a local {_FILE} or a directory that holds one (names on a hub are not "

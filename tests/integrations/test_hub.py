@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import string
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,6 +147,17 @@ def test_a_mistake_is_said_in_one_line(
     ended = run_octavo("upload", bf16, *arguments)
     assert ended.code == 2
     assert re.search(words, ended.err.replace("\n", " ")), ended.err
+
+
+def test_no_network_is_said_in_one_line(
+    bf16: Path, hub: Hub, run_octavo: RunOctavo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as taken:  # bound, and nothing listens
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        ended = run_octavo("upload", bf16, "me/small")
+    assert ended.code == 2 and "Traceback" not in ended.err
+    assert re.search(r"me/small was not uploaded: Connect\w*: .*the network", ended.err.replace("\n", " "))
 
 
 def test_weights_that_do_not_arrive_are_said(bf16: Path, hub: Hub, run_octavo: RunOctavo) -> None:

@@ -188,8 +188,10 @@ def test_a_runs_folder_is_its_newest_model(
     tmp_path: Path, config: ModelConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, newest = load_model(config), tmp_path / "checkpoints" / "step-00000002"
-    save_model(model, newest / "model")
+    save_model(model, newest / "model", tokenizer=char_tokenizer("abc"))
     (tmp_path / "checkpoints" / "LATEST").write_text("step-00000002\n")
+    assert load_tokenizer(tmp_path).encode("cab") == [3, 1, 2]
+    caplog.clear()
     with caplog.at_level("INFO", logger="octavo.models"):
         assert torch.equal(logprobs(load_model(tmp_path)), logprobs(model))
     assert caplog.messages == [f"{tmp_path}: a run; reading {newest / 'model'}"]

@@ -22,7 +22,8 @@ _ENGINE = (
     "octavo/serve/llm.py",
     "octavo/serve/prompts.py",
 )
-_TRAINER = (*_LINEAR, "octavo/models", "octavo/run", "octavo/train")
+_STEP = (*_LINEAR, "octavo/models")
+_TRAINER = (*_STEP, "octavo/run", "octavo/train")
 _LOOP = (*_ENGINE, "octavo/run", "octavo/train", "octavo/rl")
 _WIRE = (
     *(f"octavo/distributed/{name}.py" for name in ("packed", "symmetric", "transport", "two_shot")),
@@ -81,8 +82,8 @@ CODE: dict[str, tuple[str, ...]] = {
     "serve_2d966c2": _ENGINE,
     "serve_b05a92b": _ENGINE,
     "sizes": _LINEAR,
-    "step": (*_LINEAR, "octavo/models"),
-    "step_b05a92b": (*_LINEAR, "octavo/models"),
+    "step": _STEP,
+    "step_b05a92b": _STEP,
     "step_host": _ENGINE,
     "tensor": _TENSOR,
     "tensor_4_gpus": _TENSOR,

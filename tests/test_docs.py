@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+import types
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -211,6 +212,15 @@ def test_config_parses(path: Path) -> None:
     cls = getattr(import_module(module), name)
     assert issubclass(cls, Config)
     assert isinstance(load_config(cls, path), cls)
+
+
+def test_the_site_has_no_word_to_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = types.SimpleNamespace(Object=object, Alias=object)  # of the API's pages, which make docs installs
+    monkeypatch.setitem(sys.modules, "griffe", reader)
+    site = runpy.run_path(str(ROOT / "docs" / "tools" / "site.py"))
+    source = ROOT / "docs" / "page.md"
+    for fence in ("```python", "```bash", "  ```bash"):
+        assert site["_relinked"](f"{fence} no-run\nx\n```\n", source, "page.md") == f"{fence}\nx\n```\n"
 
 
 def test_only_plain_python_blocks_run() -> None:

@@ -103,8 +103,9 @@ def upload(folder: str | Path, repo: str, *, private: bool = False, revision: st
         raise ConfigError(f"REPO must be owner/name as the Hub takes it, got {repo!r}: {error}") from error
     except Exception as error:  # of a network: which library of HTTP raises them depends on the Hub's version
         cause = error.__cause__ or error
+        first_line, *_ = str(cause).strip().split("\n")
         raise BackendError(
-            f"{repo} was not uploaded: {type(cause).__name__}: {' '.join(str(cause).split()[:40])}; look at "
+            f"{repo} was not uploaded: {type(cause).__name__}: {first_line}; look at "
             "`hf auth whoami` and the network, then give the command again"
         ) from error
     return str(done.commit_url)

@@ -5,14 +5,14 @@ of what comes and goes; of a sharded run, on each rank. An allocator's rounding 
 """
 
 import dataclasses
-import json
 from pathlib import Path
 
 import torch
 
 from octavo.distributed.tensor_group import TensorGroup
-from octavo.errors import CheckpointError, ConfigError
+from octavo.errors import ConfigError
 from octavo.models import Decoder
+from octavo.models.checkpoint.dialects import newest_model, read_config
 from octavo.models.config import ModelConfig
 from octavo.models.tokenizer import load_tokenizer
 from octavo.nn import Linear, RowLinear
@@ -162,11 +162,7 @@ def describe_model(config: TrainConfig) -> Decoder:
 
 def _architecture(config: TrainConfig) -> ModelConfig:
     if config.model.path:
-        file = Path(config.model.path) / "config.json"
-        try:
-            return ModelConfig.from_hf(json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from None
+        return ModelConfig.from_hf(read_config(newest_model(Path(config.model.path))))
     data = config.data
     vocab_size = load_tokenizer(data.tokenizer).vocab_size if data.tokenizer else data.vocab_size
     return build_model_config(config.model, vocab_size, None, data.seq_len)

@@ -9,7 +9,8 @@ import torch
 
 from octavo import cli
 from octavo.config import load_config
-from octavo.errors import ConfigError
+from octavo.errors import CheckpointError, ConfigError
+from octavo.models import save_model
 from octavo.nn import Linear
 from octavo.run.optimizer import MasterAdamW
 from octavo.train.build import build_model
@@ -180,6 +181,16 @@ def test_what_a_sharded_run_refuses_its_plan_refuses(make_config: MakeConfig, ca
     assert_raises(ConfigError, "--observe runs two steps in one process", print_plan, two, observe=True)
     print_plan(two, observe=False)
     assert "on each of 2 ranks" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_runs_folder_is_its_newest_model(make_config: MakeConfig, tmp_path: Path) -> None:
+    model, step = build_model(configure(make_config), VOCAB_SIZE, 0, torch.device("cpu")), tmp_path / "step-00000002"
+    save_model(model, step / "model")
+    (tmp_path / "LATEST").write_text(f"{step.name}\n")
+    of_run, of_model = (plan_memory(configure(make_config, model={"path": str(p)})) for p in (tmp_path, step / "model"))
+    assert of_run == of_model
+    missing = configure(make_config, model={"path": str(tmp_path / "none")})
+    assert_raises(CheckpointError, "no config.json there", plan_memory, missing)
 
 
 def test_command_prints_the_plan_and_trains_nothing(make_config, monkeypatch, capsys):

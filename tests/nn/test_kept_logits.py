@@ -132,21 +132,20 @@ def test_a_second_backward_finds_the_logits(exact, generator, device, keep, smal
 
 
 class Holder:
-    """What autograd holds in place of a saved tensor."""
+    """What autograd holds in place of a saved tensor: it lets go of it as of the tensor itself."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
-def large_saved(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, list[weakref.ref[Holder]]]:
-    """(what the call gave, the tensors as wide as the vocabulary that autograd saved, while it holds them)."""
+def large_saved(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, list[weakref.ref[torch.Tensor]]]:
+    """(what the call gave, the tensors as wide as the vocabulary that autograd saved, while any holds them)."""
     found = []
 
     def pack(tensor: torch.Tensor) -> Holder:
-        holder = Holder(tensor)
         if tensor.dim() == 2 and tensor.shape[1] == VOCAB:
-            found.append(weakref.ref(holder))
-        return holder
+            found.append(weakref.ref(tensor))
+        return Holder(tensor)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
         return call(), found
@@ -157,7 +156,7 @@ def test_logits_go_with_the_backward(exact, generator, device, keep, small_chunk
     keep(True)
     inputs = make(generator, device)
     logprobs, saved = large_saved(lambda: score(inputs, exact)[0])
-    held = [ref().tensor for ref in saved]
+    held = [ref() for ref in saved]
     assert sum(map(len, held)) == TOKENS
     assert all(x.dtype == torch.float32 for x in held)
     assert sum(x.untyped_storage().nbytes() for x in held) <= chunks.kept_bytes(TOKENS, VOCAB)

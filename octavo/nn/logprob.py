@@ -1,4 +1,4 @@
-"""Token log-probabilities straight from hidden states, in chunks: the logits of all tokens never exist at once."""
+"""Token log-probabilities straight from hidden states, in chunks; a backward takes the logits where they were kept."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from octavo.distributed.tensor_group import TensorGroup
 from octavo.errors import ShapeError
 from octavo.ops import logprob
 from octavo.ops.gemm.hp_mm import hp_mm
-from octavo.ops.logprob.chunks import chunk_len
+from octavo.ops.logprob import chunks
 from octavo.ops.logprob.linear import linear_logprobs, linear_logprobs_backward
 
 EXACT_CHUNK_SIZE = 1024  # tokens whose logits exist at once
@@ -36,8 +36,8 @@ def token_logprobs(
         temperature: > 0.
         exact: the bits that the sampler reports for the same hidden states.
         with_entropy: also return the entropy of each distribution.
-        chunk_size: tokens whose logits exist at once (the backward holds as many logits, cut along the vocabulary);
-            None for 1024 where exact, else for what fits 512 MiB.
+        chunk_size: tokens whose logits exist at once (the backward holds as many logits, cut along the vocabulary; none
+            are kept); None for 1024 where exact, else for what fits 512 MiB.
         head_bias: [V] or None, added to the logits in fp32.
         tensor_group: ranks that hold the head's rows, each V / size of them in head_weight and head_bias; they gather
             the logits, so that exact logprobs have the bits of one rank. None: all rows are here.
@@ -47,18 +47,30 @@ def token_logprobs(
         ShapeError: if targets are not [T].
     Exactness: exact=True bitwise, whatever the chunk. Otherwise, and in the backward of both, GEMMs in the inputs'
         dtype (fp32 on a CPU) with fp32 logits and sums: absolute error about 1e-5, and gradients of logits are rounded
-        once to the inputs' dtype.
+        once to the inputs' dtype. Whether logits are kept changes no bit of the results, and last bits of gradients.
+    Memory: on a GPU, where a gradient is wanted and chunk_size is None, the fp32 logits of all tokens are kept until
+        the backward has read them (T * V * 4 bytes) if they take at most 4 GiB (octavo.ops.logprob.chunks), so that it
+        does not make them again: 8,371 tokens for V = 128256. Calls whose backwards come later keep theirs together.
+        Beside them only chunks exist. Above 4 GiB, under a tensor_group and on a CPU nothing is kept.
     """
     if targets.shape != hidden.shape[:1]:
         raise ShapeError(f"targets must have shape ({hidden.shape[0]},), got {tuple(targets.shape)}")
+    keeps = chunk_size is None and tensor_group is None and _needs_gradient(hidden, head_weight, head_bias)
+    keeps = keeps and chunks.keeps_logits(hidden.device, chunks.kept_bytes(len(hidden), len(head_weight)))
     logprobs, entropy = _Logprobs.apply(
-        hidden, head_weight, head_bias, targets, temperature, with_entropy, chunk_size, exact, tensor_group
+        hidden, head_weight, head_bias, targets, temperature, with_entropy, chunk_size, exact, tensor_group, keeps
     )
     return logprobs, entropy if with_entropy else None
 
 
+def _needs_gradient(*inputs: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+
+
 class _Logprobs(torch.autograd.Function):
-    """Only the logsumexp [T] is saved; the backward makes the logits again, by a library in exact mode too."""
+    """The logsumexp [T] is saved, and the logits where `keeps`; else the backward makes them again, by a library in
+    exact mode too.
+    """
 
     @staticmethod
     def forward(
@@ -72,13 +84,15 @@ class _Logprobs(torch.autograd.Function):
         chunk_size: int | None,
         exact: bool,
         tensor_group: TensorGroup | None,
+        keeps: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        arguments = hidden, head_weight, targets, temperature, with_entropy, chunk_size, head_bias
+        arguments = hidden, head_weight, targets, temperature, with_entropy, chunk_size, keeps, head_bias
         if exact or tensor_group is not None:
-            lse, logprobs, entropy = _chunked_logprobs(*arguments, exact, tensor_group)
+            lse, logprobs, entropy, kept = _chunked_logprobs(*arguments, exact, tensor_group)
         else:
-            lse, logprobs, entropy = linear_logprobs(*arguments)
-        ctx.save_for_backward(hidden, head_weight, head_bias, targets, lse)
+            lse, logprobs, entropy, logits = linear_logprobs(*arguments)
+            kept = [logits] if keeps else []
+        ctx.save_for_backward(hidden, head_weight, head_bias, targets, lse, *kept)
         ctx.temperature, ctx.chunk_size, ctx.tensor_group = temperature, None if exact else chunk_size, tensor_group
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -86,16 +100,16 @@ class _Logprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, head_weight, head_bias, targets, lse = ctx.saved_tensors
+        hidden, head_weight, head_bias, targets, lse, *kept = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        needed = (ctx.temperature, needs_hidden, needs_weight, ctx.chunk_size, head_bias)
+        needed = (ctx.temperature, needs_hidden, needs_weight, ctx.chunk_size, head_bias, kept)
         group = ctx.tensor_group
         own = targets if group is None else targets - group.rank * head_weight.shape[0]  # those of other ranks are out
         grad_hidden, grad_weight, grad_bias = linear_logprobs_backward(grad, hidden, head_weight, own, lse, *needed)
         if group is not None and needs_hidden:
             grad_hidden = group.sum(grad_hidden)
         grads = (grad_hidden if needs_hidden else None, grad_weight if needs_weight else None)
-        return (*grads, grad_bias.to(head_bias.dtype) if needs_bias else None, *[None] * 6)
+        return (*grads, grad_bias.to(head_bias.dtype) if needs_bias else None, *[None] * 7)
 
 
 def _chunked_logprobs(
@@ -105,27 +119,35 @@ def _chunked_logprobs(
     temperature: float,
     with_entropy: bool,
     chunk_size: int | None,
+    keeps: bool,
     head_bias: torch.Tensor | None,
     exact: bool,
     tensor_group: TensorGroup | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As linear_logprobs, with the sampler's bits where exact, or of a head whose rows lie on several ranks."""
-    tokens, num_ranks = hidden.shape[0], 1 if tensor_group is None else tensor_group.size
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """As linear_logprobs, with the sampler's bits where exact, or of a head whose rows lie on several ranks.
+
+    Kept logits come as the chunks that they were made in.
+    """
+    tokens, own = hidden.shape[0], head_weight.shape[0]
+    num_ranks = 1 if tensor_group is None else tensor_group.size
     # own logits, those of all ranks as they came, and side by side
-    step = chunk_size or (EXACT_CHUNK_SIZE if exact else chunk_len(tokens, 3 * num_ranks * head_weight.shape[0], 4))
+    step = chunk_size or (EXACT_CHUNK_SIZE if exact else chunks.chunk_len(tokens, 3 * num_ranks * own, 4))
     lse, logprobs = (hidden.new_empty(tokens, dtype=torch.float32) for _ in range(2))
     entropy = torch.zeros_like(logprobs)
     statistics = _exact_rows if exact else logprob.logit_rows
+    kept = []
     for start in range(0, tokens, step):
         rows = slice(start, start + step)
         logits = hp_mm(hidden[rows], head_weight, bias=head_bias, out_dtype=torch.float32, exact=exact)
         if tensor_group is not None:
             logits = tensor_group.gather(logits)
+        if keeps:
+            kept.append(logits)
         found = statistics(logits, targets[rows], temperature=temperature, with_entropy=with_entropy)
         lse[rows], logprobs[rows] = found[:2]
         if found[2] is not None:
             entropy[rows] = found[2]
-    return lse, logprobs, entropy
+    return lse, logprobs, entropy, kept
 
 
 def _exact_rows(

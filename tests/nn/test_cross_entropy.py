@@ -192,7 +192,7 @@ def test_a_real_vocabulary(tokens, vocab, generator):
 
 @pytest.mark.gpu
 def test_the_logits_of_all_tokens_never_exist(generator):
-    hidden, head, targets = make(generator, "cuda", "bf16", 8192, 256, 128256)
+    hidden, head, targets = make(generator, "cuda", "bf16", 8448, 256, 128256)  # more than token_logprobs keeps
     for function in (
         lambda: linear_cross_entropy(hidden, head, targets),
         lambda: token_logprobs(hidden, head, targets.clamp_min(0), with_entropy=False)[0].sum(),
@@ -202,4 +202,4 @@ def test_the_logits_of_all_tokens_never_exist(generator):
         before = torch.cuda.memory_allocated()
         function().backward()
         used = torch.cuda.max_memory_allocated() - before
-        assert used < (1 << 30) + 4 * head.numel() * 4  # all logits would be 4.2 GB in fp32
+        assert used < (1 << 30) + 4 * head.numel() * 4  # all logits would be 4.3 GB in fp32

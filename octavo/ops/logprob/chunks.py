@@ -6,6 +6,8 @@ import torch
 MAX_CHUNK_BYTES = 512 << 20
 # Where every chunk adds to the whole fp32 gradient of the head: of that Llama's 40,960 tokens, 2 GiB save 10 of 216 ms.
 MAX_SUMMED_CHUNK_BYTES = 2 << 30
+# Where the backward of log-probabilities takes the forward's logits: 8,192 tokens of that head's fit.
+MAX_KEPT_BYTES = 4 << 30
 LOGIT_BYTES = 4  # fp32
 QUANTUM = 128  # rows or columns: whole tiles of any GEMM
 _PITCH = 16  # elements: 16-byte accesses in every row, whatever the vocabulary
@@ -42,9 +44,23 @@ def loss_chunks(tokens: int, vocab: int, grad_bytes: int, needs_weight: bool) ->
     return step, chunk_len(step, vocab, 2 * LOGIT_BYTES, max_bytes)  # in half the memory
 
 
+def kept_bytes(tokens: int, vocab: int) -> int:
+    """Memory of the fp32 logits of all tokens, as empty_chunk makes it."""
+    return tokens * _pitch(vocab) * LOGIT_BYTES
+
+
+def keeps_logits(device: torch.device, num_bytes: int) -> bool:
+    """Whether a forward keeps so many bytes of logits for its backward: on a GPU alone, up to MAX_KEPT_BYTES."""
+    return device.type == "cuda" and num_bytes <= MAX_KEPT_BYTES
+
+
 def empty_chunk(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Uninitialised [rows, cols] whose rows start at multiples of 16 elements."""
-    return torch.empty(rows, -(-cols // _PITCH) * _PITCH, dtype=dtype, device=device)[:, :cols]
+    return torch.empty(rows, _pitch(cols), dtype=dtype, device=device)[:, :cols]
+
+
+def _pitch(cols: int) -> int:
+    return -(-cols // _PITCH) * _PITCH
 
 
 def gemm_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:

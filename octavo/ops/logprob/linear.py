@@ -1,4 +1,4 @@
-"""lm_head and log-softmax in one op each, chunk by chunk: the logits of all tokens never exist at once.
+"""lm_head and log-softmax in one op each, chunk by chunk: all logits exist at once only where a forward keeps them.
 
 Legend: T tokens, H hidden_size, V vocabulary. Logits are fp32 (a bf16 logit of 20 is 0.06 wide, which is what a
 policy's update moves it by); their gradients are rounded once to the operands' dtype. A bias [V] is added to them in
@@ -19,24 +19,27 @@ def _logprobs(
     temperature: float,
     with_entropy: bool,
     chunk_size: int | None,
+    keeps: bool,
     bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The last result is the logits [T, V] where `keeps`, else empty; chunks, and so bits, are the same either way."""
     tokens, vocab = hidden.shape[0], weight.shape[0]
     dtype = gemm_dtype(hidden, weight)
     x, w = hidden.to(dtype), weight.to(dtype)
     step = min(chunk_size or chunk_len(tokens, vocab, LOGIT_BYTES), max(tokens, 1))
-    logits = empty_chunk(step, vocab, torch.float32, hidden.device)
+    logits = empty_chunk(tokens if keeps else step, vocab, torch.float32, hidden.device)
     lse, logprobs = (hidden.new_empty(tokens, dtype=torch.float32) for _ in range(2))
     entropy = hidden.new_empty(tokens if with_entropy else 0, dtype=torch.float32)
     for start in range(0, tokens, step):
         rows = slice(start, min(start + step, tokens))
-        chunk = _biased(product(x[rows], w.t(), out=logits[: rows.stop - start]), bias)  # [C, V]
+        out = logits[rows] if keeps else logits[: rows.stop - start]
+        chunk = _biased(product(x[rows], w.t(), out=out), bias)  # [C, V]
         lse[rows], logprobs[rows], chunk_entropy = logit_rows(
             chunk, targets[rows], temperature=temperature, with_entropy=with_entropy
         )
         if chunk_entropy is not None:
             entropy[rows] = chunk_entropy
-    return lse, logprobs, entropy
+    return lse, logprobs, entropy, logits if keeps else logits.new_empty(0)
 
 
 def _logprobs_backward(
@@ -49,15 +52,21 @@ def _logprobs_backward(
     needs_hidden: bool,
     needs_weight: bool,
     chunk_size: int | None,
-    bias: torch.Tensor | None = None,
+    bias: torch.Tensor | None,
+    kept: list[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Chunks of the vocabulary: each finishes its rows of grad_weight, and only the small grad_hidden is summed up."""
+    """Chunks of the vocabulary: each finishes its rows of grad_weight, and only the small grad_hidden is summed up.
+
+    Args:
+        kept: the forward's logits, [*, V] fp32 each, of all tokens in order; they are read alone, so that another
+            backward finds them too. Empty where they are to be made again.
+    """
     (tokens, width), vocab = hidden.shape, weight.shape[0]
     dtype = gemm_dtype(hidden, weight)
     x, w = hidden.to(dtype), weight.to(dtype)
     max_bytes = None if chunk_size is None else chunk_size * vocab * (LOGIT_BYTES + dtype.itemsize)
-    step = chunk_len(vocab, tokens, LOGIT_BYTES + dtype.itemsize, max_bytes)
-    logits = empty_chunk(tokens, step, torch.float32, hidden.device)
+    step = chunk_len(vocab, tokens, dtype.itemsize + (0 if kept else LOGIT_BYTES), max_bytes)
+    logits = None if kept else empty_chunk(tokens, step, torch.float32, hidden.device)
     grads = empty_chunk(tokens, step, dtype, hidden.device)
     grad_hidden = hidden.new_zeros((tokens, width) if needs_hidden else 0, dtype=torch.float32)
     grad_weight = weight.new_empty((vocab, width) if needs_weight else 0)
@@ -65,10 +74,17 @@ def _logprobs_backward(
     weights = grad.float() / -temperature  # [T]; d logprob / d logit = (onehot - softmax) / temperature
     for start in range(0, vocab, step):
         cols = slice(start, min(start + step, vocab))
-        own_bias = None if bias is None else bias[cols]
-        chunk = _biased(product(x, w[cols].t(), out=logits[:, : cols.stop - start]), own_bias)  # [T, C]
-        g = grads[:, : cols.stop - start]
-        logit_grads(chunk, lse, targets, weights, weights, out=g, temperature=temperature, first_col=start)
+        pieces = [each[:, cols] for each in kept]
+        if logits is not None:
+            own_bias = None if bias is None else bias[cols]
+            pieces = [_biased(product(x, w[cols].t(), out=logits[:, : cols.stop - start]), own_bias)]
+        g = grads[:, : cols.stop - start]  # [T, C]
+        first = 0
+        for piece in pieces:
+            rows = slice(first, first + piece.shape[0])
+            of_rows = lse[rows], targets[rows], weights[rows], weights[rows]
+            logit_grads(piece, *of_rows, out=g[rows], temperature=temperature, first_col=start)
+            first = rows.stop
         if needs_hidden:
             product(g, w[cols], out=grad_hidden, accumulate=start > 0)
         if needs_weight:
@@ -129,15 +145,17 @@ def _biased(logits: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 
 def _fake_logprobs(  # type: ignore[no-untyped-def]
-    hidden, weight, targets, temperature, with_entropy, chunk_size, bias=None
+    hidden, weight, targets, temperature, with_entropy, chunk_size, keeps, bias=None
 ):
     tokens = hidden.shape[0]
     sizes = (tokens, tokens, tokens if with_entropy else 0)
-    return tuple(hidden.new_empty(size, dtype=torch.float32) for size in sizes)
+    found = tuple(hidden.new_empty(size, dtype=torch.float32) for size in sizes)
+    logits = empty_chunk(tokens, weight.shape[0], torch.float32, hidden.device) if keeps else found[0].new_empty(0)
+    return (*found, logits)
 
 
 def _fake_backward(  # type: ignore[no-untyped-def]
-    grad, hidden, weight, targets, lse, temperature, needs_hidden, needs_weight, chunk_size, bias=None
+    grad, hidden, weight, targets, lse, temperature, needs_hidden, needs_weight, chunk_size, bias, kept
 ):
     grad_hidden = torch.empty_like(hidden) if needs_hidden else hidden.new_empty(0)
     grad_weight = torch.empty_like(weight) if needs_weight else weight.new_empty(0)
@@ -158,15 +176,15 @@ def _fake_cross_entropy(  # type: ignore[no-untyped-def]
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor targets"
 linear_logprobs = register(
-    f"linear_logprobs({_INPUTS}, float temperature, bool with_entropy, int? chunk_size, Tensor? bias=None) "
-    "-> (Tensor, Tensor, Tensor)",
+    f"linear_logprobs({_INPUTS}, float temperature, bool with_entropy, int? chunk_size, bool keeps, "
+    "Tensor? bias=None) -> (Tensor, Tensor, Tensor, Tensor)",
     reference=_logprobs,
     fake=_fake_logprobs,
     cuda=_logprobs,
 )
 linear_logprobs_backward = register(
     f"linear_logprobs_backward(Tensor grad, {_INPUTS}, Tensor lse, float temperature, bool needs_hidden, "
-    "bool needs_weight, int? chunk_size, Tensor? bias=None) -> (Tensor, Tensor, Tensor)",
+    "bool needs_weight, int? chunk_size, Tensor? bias, Tensor[] kept) -> (Tensor, Tensor, Tensor)",
     reference=_logprobs_backward,
     fake=_fake_backward,
     cuda=_logprobs_backward,

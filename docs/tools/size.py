@@ -65,6 +65,7 @@ FEATURES = {
         "vLLM's keywords, requests' outputs, `LLM.chat`": "serve/keywords.py serve/outputs.py serve/llm.py "
         "serve/model_choice.py serve/prompts.py",
         "prompts in CUDA graphs, long prompts through torch's kernels, warm-up": "serve/engine/prompt_graphs.py "
+        "serve/engine/mixed_graphs.py serve/engine/mixed_inputs.py "
         "serve/engine/varlen_prefill.py serve/engine/prompt_warm_up.py serve/engine/graph_capture.py "
         "serve/compile_ahead.py serve/stand_in.py serve/kernel_processes.py serve/kernel_list.py",
         "JSON schemas, tried in worker processes": "serve/engine/grammar.py serve/engine/schema_worker.py",

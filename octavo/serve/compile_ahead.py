@@ -142,6 +142,8 @@ def jobs_of(model: Decoder, config: EngineConfig, max_len: int) -> list[Job]:
     where = model, runner.layers, runner.slots, longest
     jobs = [Job(step.num_tokens, functools.partial(step.run, *where)) for step in steps]
     jobs.append(Job(config.max_num_batched_tokens, functools.partial(run_full_step, model, config), is_of_start=True))
+    if config.warm_up and (mixed := runner.mixed_graphs) is not None:
+        jobs += [Job(key[0], functools.partial(mixed.run_uncaptured, key)) for key in mixed.missing(sparse=True)]
     if config.warm_up and (graphs := runner.graphs) is not None:
         keys = graphs.missing(config.max_num_seqs, min(max_len, longest))
         jobs += [Job(key[0], functools.partial(graphs.run_uncaptured, *key)) for key in keys]

@@ -173,18 +173,26 @@ def test_they_are_among_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
         def run_uncaptured(self, *key: int) -> None:
             ran.append(key)
 
+    class Mixed:
+        def missing(self, *, sparse: bool) -> list[tuple[int, int]]:
+            return [(64, 2)]
+
+        def run_uncaptured(self, key: tuple[int, int]) -> None:
+            ran.append(key)
+
     init = ModelRunner.__init__
 
     def with_graphs(self: ModelRunner, *given: Any) -> None:
         init(self, *given)
-        self.graphs = Graphs()  # type: ignore[assignment]
+        self.graphs, self.mixed_graphs = Graphs(), Mixed()  # type: ignore[assignment]
 
     monkeypatch.setattr(ModelRunner, "__init__", with_graphs)
     model = make_model("qwen3", "blockwise", exact=False, max_position_embeddings=4096)
     for max_len, expected in ((2048, 2048), (10_000, 4096)):
         with torch.no_grad():
-            jobs_of(model, CONFIG, max_len)[-1].run()
-        assert ran[-1] == (4, expected)
+            for job in jobs_of(model, CONFIG, max_len)[-2:]:
+                job.run()
+        assert ran[-2:] == [(64, 2), (4, expected)]
 
 
 @pytest.mark.parametrize("fails", ["first", "later", "build"])

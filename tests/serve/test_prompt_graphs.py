@@ -191,6 +191,7 @@ def test_pieces_change_no_bit_on_a_gpu(family: str, is_warm: bool, monkeypatch: 
     found = []
     for enforce_eager in (True, False):
         llm = LLM(model, max_num_seqs=8, max_num_batched_tokens=128, num_kv_pages=80, enforce_eager=enforce_eager)
+        llm.engine.model_runner.mixed_graphs = None  # which would take these steps
         if is_warm:
             llm.engine.warm_up()
         found.append([output.outputs for output in llm.generate(prompts, params)])

@@ -59,7 +59,7 @@ def test_it_says_what_was_compiled_and_where_it_is(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(folder / "kernels"))
     ended = run_octavo("warm", folder, "--quantization", "fp8", "--max-num-seqs", "4", "--max-num-batched-tokens", "64")
     assert ended.code == 0, ended.err
-    assert ended.out.startswith("H200: 0 kernels compiled and 0 found, over 13 steps in ")
+    assert ended.out.startswith("H200: 0 kernels compiled and 0 found, over 16 steps in ")
     assert ended.out.strip().endswith(f"they are in {folder / 'kernels'}")
     assert as_on_a_gpu["processes"] == "processes of cuda"
     assert as_on_a_gpu["is_checked"] and as_on_a_gpu["config"].max_num_seqs == 4

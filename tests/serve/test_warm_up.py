@@ -300,6 +300,9 @@ def test_warm_up_steps_pass_through_all_kinds_of_sizes() -> None:
         assert {total % 16 == 0 for total in some} == {True, False}
     assert {step.num_decodes for step in steps} == {0, 5, 15}
     assert all(step.num_prompt_tokens > 1 for step in steps)
+    late = [step for step in steps if step.decoded_at > 1024]  # in several splits, beside few tokens and many
+    assert [(step.num_decodes, step.num_prompt_tokens) for step in late] == [(15, 5), (15, 8177)]
+    assert any(step.num_prompt_tokens <= 8 and step.num_decodes == 0 for step in steps)
     few = plan_warm_up(num_seqs=2, max_tokens=20)
     assert {step.num_decodes for step in few} == {0, 1}
     assert max(step.num_decodes + step.num_prompt_tokens for step in few) == 20

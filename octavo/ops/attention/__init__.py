@@ -25,6 +25,7 @@ from octavo.ops.attention.cache import (
 )
 from octavo.ops.attention.kv_scales import KVScaleTable, LayerKVScales, LayerShares
 from octavo.ops.attention.library import attend_batch, attend_library, attend_packed
+from octavo.ops.attention.mixed import ANY_ROWS, MixedBatch
 from octavo.ops.attention.padding import PackedLengths, PaddedLayout
 from octavo.ops.quantize import quantize
 
@@ -35,15 +36,19 @@ __all__ = [
     "KVScaleTable",
     "LayerKVScales",
     "LayerShares",
+    "MixedBatch",
     "PackedLengths",
     "PaddedLayout",
     "PagedKVLayer",
     "allocate_kv_layer",
     "attention_batch",
+    "attention_mixed",
     "attention_of_last_tokens",
     "attention_packed",
     "attention_packed_backward",
     "attention_paged",
+    "has_kernel",
+    "mixed_tile_rows",
     "quantize_kv",
     "round_kv",
     "write_kv",
@@ -276,15 +281,61 @@ def attention_paged(
     return _quantized(out, out_scaling)
 
 
+def attention_mixed(
+    q: torch.Tensor,
+    cache: PagedKVLayer,
+    batch: MixedBatch,
+    out: torch.Tensor,
+    *,
+    softmax_scale: float,
+    exact: bool = False,
+) -> None:
+    """attention_paged of a step whose distribution over sequences only the device needs to know.
+
+    With a kernel (see has_kernel) it can be captured in a CUDA graph; the reference waits for the device.
+
+    Args:
+        q: [T, H, D].
+        cache: one layer's pages, in which the new tokens' keys and values stand.
+        out: [T, H, D] of q's dtype; padding tokens' rows stay as they are.
+        exact: the bits of attention_paged(exact=True).
+    """
+    if has_kernel(q.dtype, q.shape[2], q.device):
+        from octavo.ops.attention import triton
+
+        triton.attention_mixed(q.contiguous(), cache, batch, softmax_scale, out, exact=exact)
+        return
+    n = int((batch.seq_lens > 0).sum())
+    starts = batch.cu_seqlens[: n + 1]
+    end = int(starts[-1])
+    tables, lens = batch.page_tables[:n], batch.seq_lens[:n]
+    found = attention_paged(q[:end], cache, tables, starts, lens, softmax_scale=softmax_scale, exact=exact)
+    assert isinstance(found, torch.Tensor), "no codes were asked for"
+    out[:end] = found
+
+
+def mixed_tile_rows(layers: list[PagedKVLayer], *, exact: bool) -> int:
+    """Rows of a tile in attention_mixed's lists for a cache: of a layer's smallest."""
+    if layers[0].k.device.type == "cpu":
+        return ANY_ROWS
+    from octavo.ops.attention import triton
+
+    return min(triton.mixed_tile_rows(layer, exact=exact) for layer in layers)
+
+
 def _quantized(out: torch.Tensor, scaling: Scaling | None) -> torch.Tensor | QuantizedTensor:
     """The output [T, H, D], or its codes [T, H * D]."""
     return out if scaling is None else quantize(out.reshape(out.shape[0], -1), scaling)
 
 
+def has_kernel(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
+    """Whether the Triton kernel takes such queries."""
+    fits = dtype.itemsize == 2 and head_dim in (32, 64, 128, 256)
+    return device.type == "cuda" and fits and not env.force_reference()
+
+
 def _has_kernel(q: torch.Tensor) -> bool:
-    """Whether the Triton kernel takes these queries."""
-    fits = q.element_size() == 2 and q.shape[-1] in (32, 64, 128, 256)
-    return q.is_cuda and fits and not env.force_reference()
+    return has_kernel(q.dtype, q.shape[-1], q.device)
 
 
 def _attend_exactly(

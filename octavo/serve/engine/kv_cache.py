@@ -11,6 +11,7 @@ from octavo.ops.attention import PAGE_SIZE, PagedKVLayer, allocate_kv_layer
 from octavo.serve.engine.config import EngineConfig
 from octavo.serve.engine.decode_graphs import reserve_logits
 from octavo.serve.engine.expert_choices import choice_page_bytes
+from octavo.serve.engine.mixed_graphs import can_mix, mixed_sizes
 from octavo.serve.engine.prompt_graphs import sizes_for
 from octavo.serve.engine.varlen_prefill import READ_BYTES
 
@@ -130,8 +131,8 @@ def run_full_step(model: Decoder, config: EngineConfig) -> None:
 def _cuda_bytes(model: Decoder, config: EngineConfig) -> int:
     """The share of the GPU's memory asked for, less what is taken and what steps need on top.
 
-    That is what a full step takes, and beside it a step by pieces, which keep their memory. What ranks share to deal
-    logits out, which torch's allocator does not count, is taken already.
+    That is what a full step takes, and beside it a step by pieces and one as a graph, which keep their memory. What
+    ranks share to deal logits out, which torch's allocator does not count, is taken already.
     """
     device = model.device
     num_tokens = config.max_num_batched_tokens
@@ -143,6 +144,7 @@ def _cuda_bytes(model: Decoder, config: EngineConfig) -> int:
     step_bytes = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    largest = min(sizes_for(model, num_tokens)[-1], num_tokens)
-    piece_bytes = 0 if config.enforce_eager else step_bytes * largest // num_tokens
-    return int(total * config.gpu_memory_utilization) - (total - free) - step_bytes - piece_bytes - READ_BYTES
+    sizes = sizes_for(model, num_tokens)[-1], mixed_sizes(model, num_tokens)[-1] if can_mix(model) else 0
+    captured = sum(min(size, num_tokens) for size in sizes)
+    graph_bytes = 0 if config.enforce_eager else step_bytes * captured // num_tokens
+    return int(total * config.gpu_memory_utilization) - (total - free) - step_bytes - graph_bytes - READ_BYTES

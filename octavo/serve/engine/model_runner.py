@@ -20,6 +20,7 @@ from octavo.serve.engine.decode_graphs import DecodeGraphs, StepGraph, captures_
 from octavo.serve.engine.expert_choices import RoutedExpertsRecorder
 from octavo.serve.engine.graph_capture import operand_addresses
 from octavo.serve.engine.logit_adjustment import LogitsProcessor, Plan
+from octavo.serve.engine.mixed_graphs import MixedGraphs, can_mix
 from octavo.serve.engine.paged_context import PagedContext
 from octavo.serve.engine.prompt_graphs import PromptGraphs
 from octavo.serve.engine.prompt_logprobs import score_prompts
@@ -69,10 +70,14 @@ class ModelRunner:
         self.warm_up_steps = plan_warm_up(config.max_num_seqs, most_tokens)
         self._prepared: set[tuple[int, int]] = set()
         self.graphs: DecodeGraphs | None = None
+        self.mixed_graphs: MixedGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
         if captures_steps(model, config):
             self.graphs = DecodeGraphs(model, self.slots, layers, config.max_num_seqs, max_model_len, self.choices)
             self.prompt_graphs = PromptGraphs(model, layers, most_tokens, self.choices)
+            if can_mix(model):
+                limits = most_tokens, max_model_len
+                self.mixed_graphs = MixedGraphs(model, self.slots, layers, *limits, self.choices)
         else:
             self.warm_up_steps += plan_decodes(config.max_num_seqs)
 
@@ -102,7 +107,7 @@ class ModelRunner:
             self.graphs.forward(graph, [chunk.end for chunk in chunks], slots)
             rows = self._draw(graph, chunks, slots)
         else:
-            rows = self._compute(chunks, slots, None if is_calibrating else self.prompt_graphs)
+            rows = self._compute(chunks, slots, takes_graphs=not is_calibrating)
         if table is not None:
             table.end_calibration(self.model.weight_version)
             table.num_written += sum([chunk.num_tokens for chunk in chunks])
@@ -133,12 +138,23 @@ class ModelRunner:
             return True
         if self.graphs is not None and self.graphs.prepare_next(num_seqs, max_len, least_seqs, sparse=sparse):
             return True
-        return self.prompt_graphs is not None and self.prompt_graphs.prepare_next(sparse=sparse)
+        if self.mixed_graphs is not None and self.mixed_graphs.prepare_next(sparse=sparse):
+            return True
+        above = self._most_mixed_tokens
+        return self.prompt_graphs is not None and self.prompt_graphs.prepare_next(above, sparse=sparse)
 
     def num_missing_graphs(self, num_seqs: int, max_len: int, *, sparse: bool) -> int:
         """CUDA graphs that prepare_next has still to capture; all pieces of a step with prompts count as one."""
         num_decodes = 0 if self.graphs is None else len(self.graphs.missing(num_seqs, max_len, sparse=sparse))
-        return num_decodes + (0 if self.prompt_graphs is None else len(self.prompt_graphs.missing(sparse=sparse)))
+        num_mixed = 0 if self.mixed_graphs is None else len(self.mixed_graphs.missing(sparse=sparse))
+        if self.prompt_graphs is None:
+            return num_decodes + num_mixed
+        return num_decodes + num_mixed + len(self.prompt_graphs.missing(self._most_mixed_tokens, sparse=sparse))
+
+    @property
+    def _most_mixed_tokens(self) -> int:
+        """Tokens up to which steps are one graph each, and pieces are captured for rare ones alone."""
+        return 0 if self.mixed_graphs is None else self.mixed_graphs.most_tokens
 
     @property
     def compiles(self) -> bool:
@@ -220,8 +236,8 @@ class ModelRunner:
             if any(moved):
                 graphs.clear()
 
-    def _all_graphs(self) -> list[DecodeGraphs | PromptGraphs]:
-        return [graphs for graphs in (self.graphs, self.prompt_graphs) if graphs is not None]
+    def _all_graphs(self) -> list[DecodeGraphs | MixedGraphs | PromptGraphs]:
+        return [graphs for graphs in (self.graphs, self.mixed_graphs, self.prompt_graphs) if graphs is not None]
 
     def _draw(self, graph: StepGraph, chunks: list[Chunk], slots: list[int]) -> torch.Tensor:
         """The report on one new token for each row of a graph's logits."""
@@ -241,8 +257,24 @@ class ModelRunner:
             rows = group.gather(rows.view(1, -1)).view(-1, rows.shape[1])
         return rows[: len(chunks)]
 
-    def _compute(self, chunks: list[Chunk], slots: list[int], graphs: PromptGraphs | None) -> torch.Tensor | None:
-        """Any step; by pieces that graphs holds, where it does."""
+    def _compute(self, chunks: list[Chunk], slots: list[int], *, takes_graphs: bool) -> torch.Tensor | None:
+        """Any step; as one graph, or by pieces, where takes_graphs and there are such."""
+        hidden = self._hidden(chunks, slots, takes_graphs=takes_graphs)
+        score_prompts(self.model, hidden, chunks)
+        sampling = [(chunk, slot) for chunk, slot in zip(chunks, slots, strict=True) if chunk.is_last]
+        if not sampling:
+            return None
+        logits = self.model.logits(hidden[self._tensor(_last_rows(chunks))])  # [B, V] fp32
+        plan = self.adjustments.plan([chunk.sequence for chunk, _ in sampling])
+        return self._sample(logits, [chunk for chunk, _ in sampling], [slot for _, slot in sampling], plan)
+
+    def _hidden(self, chunks: list[Chunk], slots: list[int], *, takes_graphs: bool) -> torch.Tensor:
+        """[T, hidden_size] of a step's tokens."""
+        planned = None if self.mixed_graphs is None or not takes_graphs else self.mixed_graphs.plan(chunks)
+        if self.mixed_graphs is not None and planned is not None:
+            hidden = self.mixed_graphs.run(planned, chunks, slots)
+            if hidden is not None:
+                return hidden
         context = PagedContext.build(
             [(chunk.start, chunk.end) for chunk in chunks],
             [chunk.sequence.page_table for chunk in chunks],
@@ -251,20 +283,12 @@ class ModelRunner:
             self.model.device,
         )
         token_ids = self._token_ids(chunks, slots)
-        hidden = None if graphs is None else graphs.run(token_ids, context)  # [T, hidden_size]
-        if hidden is None:
-            recording = (
-                contextlib.nullcontext() if self.choices is None else self.choices.recording(context.slot_mapping)
-            )
-            with recording:
-                hidden = self.model(token_ids, context)
-        score_prompts(self.model, hidden, chunks)
-        sampling = [(chunk, slot) for chunk, slot in zip(chunks, slots, strict=True) if chunk.is_last]
-        if not sampling:
-            return None
-        logits = self.model.logits(hidden[self._tensor(_last_rows(chunks))])  # [B, V] fp32
-        plan = self.adjustments.plan([chunk.sequence for chunk, _ in sampling])
-        return self._sample(logits, [chunk for chunk, _ in sampling], [slot for _, slot in sampling], plan)
+        if self.prompt_graphs is not None and planned is None and takes_graphs:
+            hidden = self.prompt_graphs.run(token_ids, context)
+            if hidden is not None:
+                return hidden
+        with contextlib.nullcontext() if self.choices is None else self.choices.recording(context.slot_mapping):
+            return self.model(token_ids, context)
 
     def _sample(self, logits: torch.Tensor, chunks: list[Chunk], slots: list[int], plan: Plan | None) -> torch.Tensor:
         """The report on one new token for each row of logits; plan is what changes them for the draw."""

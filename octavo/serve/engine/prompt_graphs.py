@@ -1,4 +1,4 @@
-"""CUDA graphs of what a step with prompts computes between two attentions, for steps of few tokens.
+"""CUDA graphs of what a step with prompts computes between two attentions, for steps that mixed_graphs.py leaves.
 
 There the CPU would take longer to launch the kernels than the GPU to run them. Attention itself depends on how the
 tokens are distributed over sequences and is launched as ever; the pieces before, between and behind depend on their
@@ -82,20 +82,21 @@ class PromptGraphs(CapturedSteps[int, StepPieces]):
         super().clear()
         self._attended = None
 
-    def prepare_next(self, *, sparse: bool = False) -> bool:
-        """Capture the pieces of one size; False where all are there or none can be."""
-        missing = self.missing(sparse=sparse)
+    def prepare_next(self, above: int = 0, *, sparse: bool = False) -> bool:
+        """Capture the pieces of one size; False where all are there or none can be. Arguments as missing."""
+        missing = self.missing(above, sparse=sparse)
         return bool(missing) and self._prepare(missing[0])
 
-    def missing(self, *, sparse: bool = False) -> list[int]:
+    def missing(self, above: int = 0, *, sparse: bool = False) -> list[int]:
         """All sizes that can be captured and are not, the largest first, whose memory the smaller ones share.
 
         Args:
+            above: of more tokens than these alone.
             sparse: every other one of them all.
         """
         if self.obstacle is not None:
             return []
-        return [size for size in self.sizes[:: -2 if sparse else -1] if size not in self._captured]
+        return [size for size in self.sizes[:: -2 if sparse else -1] if size not in self._captured and size > above]
 
     def run(self, token_ids: torch.Tensor, context: PagedContext) -> torch.Tensor | None:
         """A step's hidden states [T, hidden_size]; None where it is too large, or of a size for the first time."""

@@ -16,10 +16,13 @@ from octavo.serve.engine.paged_context import PagedContext
 from octavo.serve.engine.slots import Slots
 
 _TOKENS = (32, 64, 128, 256, 1024, 4096)  # between the bounds of what takes few tokens and of what takes many
+_FEW = 5  # tokens of a prompt that attends as those that decode do
 _NUM_DECODES = (0, 5, 15)  # one sequence beside them makes 1, 6 and 16
-_DECODED_AT = 5  # tokens of a sequence that decodes
-# sequences of steps without prompts, likewise, and their tokens: in one piece of an attention, and in several
-_DECODES_ALONE, _DECODED_ALONE_AT = (1, 5, 16, 24, 37, 64, 100, 128, 200, 256), (_DECODED_AT, 1100)
+_DECODED_AT, _DECODED_LATE_AT = (
+    5,
+    1100,
+)  # tokens of a sequence that decodes: in one piece of an attention, or in several
+_DECODES_ALONE = (1, 5, 16, 24, 37, 64, 100, 128, 200, 256)  # sequences of steps without prompts, likewise
 
 
 class WarmUpStep(NamedTuple):
@@ -59,18 +62,22 @@ def plan_warm_up(num_seqs: int, max_tokens: int) -> list[WarmUpStep]:
     """Steps with prompts: all that an engine of so many sequences and tokens a step needs, each once."""
     sizes = sorted({*(n for n in _TOKENS if n < max_tokens), max_tokens})
     decodes = sorted({min(n, num_seqs - 1) for n in _NUM_DECODES})
-    return list(
-        dict.fromkeys(
-            WarmUpStep(num_decodes, size - odd - num_decodes)
-            for size in sizes
-            for num_decodes in decodes
-            for odd in (0, 3)
-            if size - odd - num_decodes > 1
-        )
-    )
+    steps = [
+        WarmUpStep(num_decodes, size - odd - num_decodes)
+        for size in sizes
+        for num_decodes in decodes
+        for odd in (0, 3)
+        if size - odd - num_decodes > 1
+    ]
+    # what these leave: sequences in several pieces of an attention beside any prompts, and prompts of few tokens
+    most = decodes[-1]
+    others = [WarmUpStep(0, _FEW), WarmUpStep(most, _FEW, _DECODED_LATE_AT)]
+    others.append(WarmUpStep(most, max_tokens - most, _DECODED_LATE_AT))
+    fitting = [step for step in others if step.num_prompt_tokens > 1 and step.num_tokens <= max_tokens]
+    return list(dict.fromkeys([*steps, *fitting]))
 
 
 def plan_decodes(num_seqs: int) -> list[WarmUpStep]:
     """Steps without prompts, for an engine that captures none."""
     sizes = sorted({*(n for n in _DECODES_ALONE if n < num_seqs), num_seqs})
-    return [WarmUpStep(size, 0, end) for end in _DECODED_ALONE_AT for size in sizes]
+    return [WarmUpStep(size, 0, end) for end in (_DECODED_AT, _DECODED_LATE_AT) for size in sizes]

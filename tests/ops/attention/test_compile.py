@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo.numerics import Scaling
-from octavo.ops.attention import PackedLengths, allocate_kv_layer
+from octavo.ops.attention import MixedBatch, PackedLengths, allocate_kv_layer
 from octavo.ops.attention import triton as kernels
 from octavo.ops.attention.triton.backward import attend_backward
 from octavo.testing import tolerances
@@ -55,6 +55,38 @@ def test_launches(query_len: int, exact: bool, shape: tuple[int, int, int, str])
         is_fast = not exact and dim <= 128
         assert ("mma.sync" in report.ptx) != is_fast, launch
         assert ("wgmma.mma_async" in report.ptx) == is_fast, launch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("exact", "shape"),
+    [(True, SHAPES[0]), (False, SHAPES[0]), (True, SHAPES[2]), (False, SHAPES[2]), (False, SHAPES[3])],
+    ids=str,
+)
+def test_mixed(exact: bool, shape: tuple[int, int, int, str]) -> None:
+    heads, kv_heads, dim, kv = shape
+    kinds = ("fp8", "fp8") if kv == "fp8 attention" else (kv, "bf16")
+    layer = allocate_kv_layer(4, kv_heads, dim, kinds[0], attention_dtype=kinds[1])
+
+    def attend() -> None:
+        # a vector's parts begin at any address, steps of all sizes share their kernels
+        for tokens, sequences, num_splits, num_tiles, pages, first in (
+            (64, 1, 1, 33, 16, 0),
+            (512, 16, 256, 144, 128, 1),
+        ):
+            numbers = torch.zeros(4096, dtype=torch.int32)[first:]
+            lists = (numbers[: 2 * n].view(n, 2) for n in (num_splits, num_tiles))
+            tables = torch.zeros(sequences, pages, dtype=torch.int32)
+            batch = MixedBatch(tables, numbers[: sequences + 1], numbers[:sequences], *lists)
+            q = torch.empty(tokens, heads, dim, dtype=torch.bfloat16)
+            kernels.attention_mixed(q, layer, batch, dim**-0.5, torch.empty_like(q), exact=exact)
+
+    decode, tiles = launched(attend, 2)
+    for launch, allowed in ((decode, tolerances.MAX_SPILL_BYTES), (tiles, MAX_PREFILL_SPILL_BYTES)):
+        report = launch.compile()
+        assert report.spill_bytes <= allowed, f"{launch} spills {report.spill_bytes} bytes"
+        assert not report.notes, f"{launch}: {report.notes}"
+        assert ("wgmma.mma_async" in report.ptx) == (launch is tiles and not exact), launch
 
 
 @pytest.mark.parametrize("longest", [1024, 4096], ids=["one split", "splits"])

@@ -22,16 +22,16 @@ from octavo.errors import BackendError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops._runtime.arrivals import arrivals_of
-from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
+from octavo.ops._runtime.launch.triton import Launcher, launcher_of, on_device_of
 from octavo.ops.attention.cache import KV_SCALING, PAGE_SIZE, PagedKVLayer
+from octavo.ops.attention.mixed import DECODE_ROWS, SPLIT, MixedBatch
 from octavo.ops.attention.reference import P_BLOCK, P_SCALING
 from octavo.ops.attention.triton.kernels import attend_tiles
 from octavo.ops.attention.triton.tiles import Tile, tiles_of
 from octavo.ops.quantize.triton.plan import Output, rule_of_rows
 
-__all__ = ["MAX_DECODE_TOKENS", "Queries", "attend_tiles", "attention_paged"]
+__all__ = ["MAX_DECODE_TOKENS", "SPLIT", "Queries", "attend_tiles", "attention_mixed", "attention_paged"]
 
-SPLIT = 1024  # keys of a softmax before it is merged; part of what the bits rest on
 PROBABILITY_SHIFT = 8  # a power of two that keeps p * v_scale of small values out of fp16's subnormals
 WARP = 32
 LOG2_E = 1.4426950408889634
@@ -107,21 +107,79 @@ def attention_paged(
     part_acc = torch.empty(T * H * num_parts, D, dtype=torch.float32, device=q.device)
     part_stats = torch.empty(T * H * num_splits, 2, dtype=torch.float32, device=q.device) if is_split else None
     with on_device_of(q):
-        launch = launcher_of(
-            attend_tiles, G=H // KH, IS_ONE_SPLIT=is_split, IS_ONE_TOKEN=is_one_token,
-            SHIFT=PROBABILITY_SHIFT if layer.is_fp8 else 0,
-            OUT_RULE=None if out_scaling is None else rule_of_rows(out_scaling, q.dtype),
-            D=D, SPLIT=SPLIT, LN_2=LN_2, enable_fp_fusion=False,
-            **_constants_of(tile), **_rules_of(layer, q.dtype, tile.block),
-        )  # fmt: skip
+        launch = _launcher(q, layer, tile, out_scaling, is_split=is_split, is_one_token=is_one_token)
         tables = queries.page_tables
         cache = (layer.k, layer.v, layer.k_scale, layer.v_scale, tables)
         sizes = (softmax_scale * LOG2_E, tables.stride(0), num_splits, B, T, KH)
         arrivals = arrivals_of(q.device, MAX_SPLIT_TILES) if is_split else None
         results = (out, out_scale, lse, part_acc, part_stats, arrivals)
         grid = (num_tiles, KH, num_splits if is_split else 1)
-        launch(grid, *results, q, *cache, queries.cu_seqlens, queries.seq_lens, *sizes)
+        launch(grid, *results, q, *cache, queries.cu_seqlens, queries.seq_lens, None, *sizes)
     return out if codes is None else codes, lse
+
+
+def attention_mixed(
+    q: torch.Tensor,
+    layer: PagedKVLayer,
+    batch: MixedBatch,
+    softmax_scale: float,
+    out: torch.Tensor,
+    *,
+    exact: bool = True,
+) -> None:
+    """Attention of a step whose distribution over sequences is known on the device alone.
+
+    Two launches whose grids are the lengths of batch's lists; programs without work return at once. A row's bits are
+    those of attention_paged, for all tiles where exact, else of single tokens.
+
+    Args:
+        q: [T, H, D] bf16 or fp16, contiguous.
+        layer: FP8, or of q's dtype.
+        softmax_scale: more than 0.
+        out: [T, H, D] of q's dtype, of which the rows are written whose tokens are in a list.
+        exact: as in attention_paged.
+    Raises:
+        BackendError: if softmax_scale is not positive.
+    """
+    if not softmax_scale > 0:
+        raise BackendError(f"paged attention takes a softmax_scale above 0, got {softmax_scale}; negate q instead")
+    T, H, D = q.shape
+    KH, (B, max_pages), tiles = layer.k.shape[1], batch.page_tables.shape, tiles_of(layer)
+    num_splits = triton.cdiv(max_pages * PAGE_SIZE, SPLIT)
+    tables = batch.page_tables
+    cache = (layer.k, layer.v, layer.k_scale, layer.v_scale, tables)
+    sizes = (softmax_scale * LOG2_E, tables.stride(0), num_splits, B, T, KH)
+    with on_device_of(q):
+        for work, is_split in ((batch.splits, True), (batch.tiles, False)):
+            if work.shape[0] == 0:
+                continue
+            tile = tiles.decode if is_split else tiles.prefill if exact else tiles.fast
+            assert not is_split or tile.groups * tile.rows == DECODE_ROWS, "one tile holds a token's heads"
+            num_parts = H * work.shape[0] if is_split else T * H * int(num_splits > 1)
+            part_acc = torch.empty(num_parts, D, dtype=torch.float32, device=q.device)
+            part_stats = torch.empty(num_parts, 2, dtype=torch.float32, device=q.device) if is_split else None
+            arrivals = arrivals_of(q.device, max(MAX_SPLIT_TILES, B * KH)) if is_split else None
+            results = (out, None, None, part_acc, part_stats, arrivals)
+            launch = _launcher(q, layer, tile, None, is_split=is_split, is_one_token=is_split)
+            launch((work.shape[0], KH, 1), *results, q, *cache, batch.cu_seqlens, batch.seq_lens, work, *sizes)
+
+
+def _launcher(
+    q: torch.Tensor, layer: PagedKVLayer, tile: Tile, out_scaling: Scaling | None, *, is_split: bool, is_one_token: bool
+) -> Launcher:
+    return launcher_of(
+        attend_tiles, G=q.shape[1] // layer.k.shape[1], IS_ONE_SPLIT=is_split, IS_ONE_TOKEN=is_one_token,
+        SHIFT=PROBABILITY_SHIFT if layer.is_fp8 else 0,
+        OUT_RULE=None if out_scaling is None else rule_of_rows(out_scaling, q.dtype),
+        D=q.shape[2], SPLIT=SPLIT, LN_2=LN_2, enable_fp_fusion=False,
+        **_constants_of(tile), **_rules_of(layer, q.dtype, tile.block),
+    )  # fmt: skip
+
+
+def mixed_tile_rows(layer: PagedKVLayer, *, exact: bool) -> int:
+    """Rows of attention_mixed's tiles of several tokens."""
+    tile = tiles_of(layer).prefill if exact else tiles_of(layer).fast
+    return tile.groups * tile.rows
 
 
 def can_quantize(out_scaling: Scaling, D: int, queries: Queries) -> bool:

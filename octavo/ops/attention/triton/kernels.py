@@ -13,7 +13,7 @@ from octavo.ops.quantize.triton.device import amax_over, decode_scale_of, quant_
 
 # What differs from step to step and makes no kernel faster: a compilation for each of its kinds would stall a step.
 _SIZES = ("table_stride", "num_splits", "B", "T")
-_PLACES = ("page_tables", "cu_seqlens", "seq_lens")
+_PLACES = ("page_tables", "cu_seqlens", "seq_lens", "work")
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def _store_rows(
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_PLACES)
 def attend_tiles(
     out, out_scale, lse, part_acc, part_stats, arrivals, q, k_cache, v_cache, k_scale, v_scale, page_tables, cu_seqlens,
-    seq_lens, scale, table_stride, num_splits, B, T, KH,
+    seq_lens, work, scale, table_stride, num_splits, B, T, KH,
     G: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr, IS_ONE_SPLIT: tl.constexpr, SHIFT: tl.constexpr, LN_2: tl.constexpr,
     STAGES: tl.constexpr, COPIES: tl.constexpr, Q_RULE: tl.constexpr, P_RULE: tl.constexpr, OUT_RULE: tl.constexpr,
@@ -85,21 +85,35 @@ def attend_tiles(
     """One tile: one of its splits, left in part_* and merged by who comes last, or all of them.
 
     IS_ONE_TOKEN: every sequence has one new token, and one tile: nothing has to be found, load after load.
+    work: None, or what each program takes, see mixed.py: splits where IS_ONE_SPLIT, else tiles.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a sequence's last ones take longest and go first
     kv_head = tl.program_id(1)
     ROWS: tl.constexpr = [R] if GROUPS == 1 else [GROUPS, R]
     TILE: tl.constexpr = GROUPS * R
+    split = tl.program_id(2)
+    b = tile
+    first_row = 0
+    if work is not None:
+        b = tl.load(work + 2 * tile)
+        if b < 0:
+            return
+        if IS_ONE_SPLIT:
+            split = tl.load(work + 2 * tile + 1)
+        else:
+            first_row = tl.load(work + 2 * tile + 1)
+            if first_row % TILE != 0:
+                return
     if IS_ONE_TOKEN:
-        b = tile
-        first_token = tile
+        first_token = b
         num_tokens = 1
-        first_row = 0
     else:
-        b = _find_sequence(cu_seqlens, tile, B, G, TILE)
+        if work is None:
+            b = _find_sequence(cu_seqlens, tile, B, G, TILE)
         first_token = tl.load(cu_seqlens + b)
         num_tokens = tl.load(cu_seqlens + b + 1) - first_token
-        first_row = (tile - (first_token * G // TILE + b)) * TILE
+        if work is None:
+            first_row = (tile - (first_token * G // TILE + b)) * TILE
         if first_row >= num_tokens * G:
             return
     seq_len = tl.load(seq_lens + b)
@@ -122,19 +136,25 @@ def attend_tiles(
     caches = (k_cache, v_cache, k_scale, v_scale, table, kv_head)
     is_part = tl.expand_dims(is_row, -1)
     if IS_ONE_SPLIT:
-        split = tl.program_id(2)
         if split * SPLIT < end:
             maximum, total, acc = attend_split(
                 queries, odd, factor, *caches, split * SPLIT, tl.minimum(end, split * SPLIT + SPLIT), seq_len,
                 positions, KH, ROWS, GROUPS, D, PAGE, BLOCK, SHIFT, STAGES, COPIES, P_RULE,
             )  # fmt: skip
-            parts = place.to(tl.int64) * num_splits
+            if work is None:
+                parts = place.to(tl.int64) * num_splits
+                next_part = 1
+                arrival = arrivals + tile * KH + kv_head
+            else:  # a sequence's splits stand one after the other in the list
+                next_part = KH * G
+                parts = (tile - split).to(tl.int64) * next_part + head
+                arrival = arrivals + b * KH + kv_head
+            own = parts + split * next_part
             d = tl.arange(0, D)
-            tl.store(part_stats + (parts + split) * 2, maximum, mask=is_row)
-            tl.store(part_stats + (parts + split) * 2 + 1, total, mask=is_row)
-            tl.store(part_acc + tl.expand_dims((parts + split) * D, -1) + d, acc, mask=is_part)
+            tl.store(part_stats + own * 2, maximum, mask=is_row)
+            tl.store(part_stats + own * 2 + 1, total, mask=is_row)
+            tl.store(part_acc + tl.expand_dims(own * D, -1) + d, acc, mask=is_part)
             tl.debug_barrier()  # every thread's part is written before the program reports itself
-            arrival = arrivals + tile * KH + kv_head
             # The last of the tile's programs merges all splits in their order: the bits do not depend on who that is.
             if tl.atomic_add(arrival, 1, sem="acq_rel") == tl.cdiv(end, SPLIT) - 1:
                 tl.debug_barrier()
@@ -143,8 +163,9 @@ def attend_tiles(
                 total = tl.zeros(ROWS, tl.float32)
                 acc = tl.zeros(ROWS + [D], tl.float32)
                 for part in tl.range(0, tl.cdiv(end, SPLIT), disable_licm=True):
-                    stats = part_stats + (parts + part) * 2
-                    of_part = part_acc + tl.expand_dims((parts + part) * D, -1) + d
+                    place_of_part = parts + part * next_part
+                    stats = part_stats + place_of_part * 2
+                    of_part = part_acc + tl.expand_dims(place_of_part * D, -1) + d
                     maximum, total, acc = _merge(
                         maximum, total, acc,
                         tl.load(stats, mask=is_row, other=0.0, cache_modifier=".cg"),

@@ -6,7 +6,6 @@ Legend: E groups, R rows of all groups, N out, K in; a [R, K], b [E * N, K], out
 a [N, R], b [K, R], out [E, N, K].
 """
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.numerics.quantized import QuantizedTensor
-from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
+from octavo.ops._runtime.launch.triton import is_hopper, launcher_of, on_device_of
 from octavo.ops.gemm.hp_mm import triton as hp_mm
 
 BLOCK_N, WARPS = 128, 4
@@ -356,13 +355,7 @@ def row_tile(num_rows: int, num_groups: int) -> RowTile:
 def takes_pairs(a: QuantizedTensor, whole: QuantizedTensor, num_rows: int, num_groups: int) -> bool:
     """Whether row_pairs multiplies: many rows a group, and codes that Hopper's tensor memory unit can fetch."""
     is_aligned = all(q.qdata.data_ptr() % ALIGNMENT == 0 for q in (a, whole))
-    return num_rows >= MANY_ROWS * num_groups and is_aligned and _is_hopper(a.device)
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    """Without a GPU, what Hopper would get is interpreted or compiled."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+    return num_rows >= MANY_ROWS * num_groups and is_aligned and is_hopper(a.device)
 
 
 def scaled_grouped_mm(

@@ -125,6 +125,7 @@ def place_few_rows(
     Where they begin is where the expert before ends: one program more than experts stores the last end.
     """
     wait_for_last(EARLY)
+    let_next_begin()
     own = tl.program_id(0)
     i = tl.arange(0, TOKENS)
     if ALIGNMENT == 1:

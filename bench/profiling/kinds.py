@@ -27,7 +27,7 @@ OURS = {
     "GEMM, experts": "row_tiles gated_row_tiles row_pairs hp_row_tiles gradient_tiles clear_rows",
     "GEMM, exact 16-bit": "mm_tiles",
     "GEMM, bias": "bias_tiles",
-    "experts' routing": "router_tiles choose_experts place_few_rows place_rows gather_rows add_rows",
+    "experts' routing": "choose_experts place_few_rows place_rows gather_rows add_rows",
     "logprobs and loss": (
         "logit_rows_kernel logit_grads_kernel cross_entropy_rows_kernel block_maxima add_block_units"
     ),

@@ -65,11 +65,6 @@ class FusedLayer(nn.Module):
         return True
 
 
-def is_plain(module: nn.Module) -> bool:
-    """Whether a fused step may stand for this module: of a fusable type itself, and no hook would miss the call."""
-    return _obstacle(module, False) is None
-
-
 def plan_fusion(model: nn.Module) -> dict[str, FusionPlan]:
     """Plan every layer of a model by what its modules are now; what set_fusion said stays.
 

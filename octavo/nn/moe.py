@@ -14,7 +14,7 @@ from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.functional.linear import quantize_input
 from octavo.nn.functional.norm_linear import Norm, can_infer, norm_input, norm_operands
 from octavo.nn.functional.norm_mlp import ActivationFunction
-from octavo.nn.fusion import FusedLayer, fusable, is_plain
+from octavo.nn.fusion import FusedLayer, fusable
 from octavo.nn.grouped_linear import GroupedLinear
 from octavo.nn.load_balance import RouterStatistics, losses_gradient
 from octavo.nn.weights.delayed import DelayedState
@@ -24,10 +24,8 @@ from octavo.numerics.recipe import Recipe
 from octavo.ops.gemm.grouped_mm import Gather
 from octavo.ops.gemm.hp_mm import hp_mm
 from octavo.ops.moe import ExpertRows, Routing, combine_rows, dispatch_codes, dispatch_rows, moe_routing
-from octavo.ops.moe.router import route_tokens, router_logits, takes_tokens
 
 
-@fusable
 class Router(nn.Module):
     """Logits of every expert, in fp32 from operands in the model's dtype. No recipe reaches it.
 
@@ -57,13 +55,7 @@ class Router(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H] -> [T, E] fp32."""
-        if self.infers():
-            return router_logits(x, self.weight)
         return _RouterFunction.apply(x, self.weight, self.exact)
-
-    def infers(self) -> bool:
-        """Whether it makes the logits of inference, whose last bits may differ from those of training."""
-        return not (self.exact or torch.is_grad_enabled())
 
 
 @fusable
@@ -223,7 +215,7 @@ class SparseMoE(nn.Module):
             x, residual, *norm_operands(norm), plans[0], training=False, columns=False, keeps_norm=True
         )
         assert made.normed is not None, "it was asked for"
-        routing = self._route(made.normed, reads_ahead=True)  # the norm has written no weight
+        routing = self._route(made.normed)
         return ExpertRows(self.experts.infer(made.rows, routing, plans, x.dtype), routing), stream
 
     def _mix(self, x: torch.Tensor) -> torch.Tensor:
@@ -236,20 +228,15 @@ class SparseMoE(nn.Module):
         rows = DispatchFunction.apply(x, routing)
         return CombineFunction.apply(self.experts(rows, routing.offsets), routing.weights, routing)
 
-    def _route(self, x: torch.Tensor, *, reads_ahead: bool = False) -> Routing:
+    def _route(self, x: torch.Tensor) -> Routing:
         alignment = self.experts.alignment(x.device, training=torch.is_grad_enabled())
+        logits = self.gate(x)
         top_k, normalize, coefs = self.num_experts_per_tok, self.norm_topk_prob, (self.aux_loss_coef, self.z_loss_coef)
-        is_few = is_plain(self.gate) and self.gate.infers() and takes_tokens(x, self.gate.weight)
-        if is_few and self.replay is None:
-            routing = route_tokens(
-                x, self.gate.weight, top_k, normalize=normalize, alignment=alignment, reads_ahead=reads_ahead
-            )
-        else:
-            logits, given = self.gate(x), None
-            if self.replay is not None:
-                given = self.replay(moe_routing(logits.detach(), top_k, normalize=normalize).experts)
-            weights, *indices = _RouteFunction.apply(logits, given, top_k, normalize, alignment, coefs, self.statistics)
-            routing = Routing(weights, *indices)
+        given = None
+        if self.replay is not None:
+            given = self.replay(moe_routing(logits.detach(), top_k, normalize=normalize).experts)
+        weights, *indices = _RouteFunction.apply(logits, given, top_k, normalize, alignment, coefs, self.statistics)
+        routing = Routing(weights, *indices)
         if self.recorder is not None:
             self.recorder(routing.experts)
         return routing

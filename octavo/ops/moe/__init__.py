@@ -81,7 +81,7 @@ class ExpertRows(NamedTuple):
 
 
 def _fake(logits, top_k, normalize, alignment):  # type: ignore[no-untyped-def]
-    T, E = logits.shape[-2:]
+    T, E = logits.shape
     chosen = logits.new_empty((T, top_k), dtype=torch.int64)
     return (
         logits.new_empty((T, top_k), dtype=torch.float32),
@@ -151,8 +151,7 @@ def moe_routing(
     """Choose each token's experts, and where its rows stand in the batch sorted by expert.
 
     Args:
-        logits: [T, E] of the router, any float dtype, or parts [P, T, E] fp32 that are added one after the other; the
-            softmax is fp32.
+        logits: [T, E] of the router, any float dtype; the softmax is fp32.
         top_k: experts a token: those of the largest probabilities; of equal ones the lowest expert comes first.
         normalize: divide the chosen probabilities by their sum.
         alignment: each expert's rows are padded to a multiple of it.
@@ -161,16 +160,16 @@ def moe_routing(
     Returns:
         Routing. Rows of one expert are in the tokens' order.
     Raises:
-        ShapeError: logits is no matrix, and no parts of one without experts, or experts not of its tokens.
+        ShapeError: logits is no matrix, or experts not of its tokens.
         DtypeError: experts holds no int64.
         ConfigError: top_k outside 1 to E, or an alignment below 1.
     Exactness: weights and experts of a token depend on its logits alone, bitwise within a device; between devices
         bitwise but where fp64's exponentials differ by so little that fp32 tells them apart, in 1 of some 10**8.
     """
-    if logits.dim() != 2 and (logits.dim() != 3 or experts is not None):
+    if logits.dim() != 2:
         raise ShapeError(f"logits must be a matrix [T, E], got shape {tuple(logits.shape)}")
-    if not 1 <= top_k <= logits.shape[-1]:
-        raise ConfigError(f"top_k must be 1 to the number of experts {logits.shape[-1]}, got {top_k}")
+    if not 1 <= top_k <= logits.shape[1]:
+        raise ConfigError(f"top_k must be 1 to the number of experts {logits.shape[1]}, got {top_k}")
     if alignment < 1:
         raise ConfigError(f"alignment must be at least 1, got {alignment}")
     if experts is None:

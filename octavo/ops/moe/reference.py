@@ -26,20 +26,10 @@ def softmax_rows(logits: torch.Tensor) -> torch.Tensor:
     return exponentials / exact_sum(exponentials, _SUM_BITS).float()
 
 
-def add_parts(parts: torch.Tensor) -> torch.Tensor:
-    """The sum [T, E] of parts [P, T, E], one after the other."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
 def moe_routing_reference(
     logits: torch.Tensor, top_k: int, normalize: bool, alignment: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See octavo.ops.moe.moe_routing; the tensors of Routing in order."""
-    if logits.dim() == 3:
-        logits = add_parts(logits)
     probs = softmax_rows(logits)
     best, chosen = probs.sort(dim=-1, descending=True, stable=True)  # equal ones keep their order: the lowest first
     weights, experts = best[:, :top_k].contiguous(), chosen[:, :top_k].contiguous()  # [T, S]

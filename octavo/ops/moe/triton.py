@@ -37,13 +37,11 @@ NO_EXPERT = tl.constexpr(0x7FFF)
 
 
 @triton.jit
-def _softmax(logits, stride, t, e, T, E, PARTS: tl.constexpr):
+def _softmax(logits, stride, t, e, E):
     """The reference's probabilities of tokens t [BLOCK_T] for experts e [EXPERTS]; 0 from E on."""
     is_expert = (e < E)[None, :]
-    places = logits + t.to(tl.int64)[:, None] * stride + e[None, :]
-    x = tl.load(places, mask=is_expert, other=float("-inf")).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        x += tl.load(places + part * T * E, mask=is_expert, other=float("-inf"))
+    x = tl.load(logits + t.to(tl.int64)[:, None] * stride + e[None, :], mask=is_expert, other=float("-inf"))
+    x = x.to(tl.float32)
     distance = (x - tl.max(x, axis=1)[:, None]).to(tl.float64)
     exponentials = tl.where(is_expert, tl.exp(distance).to(tl.float32), 0.0)
     integers = (exponentials.to(tl.float64) * SUM_UNIT + ROUNDER) - ROUNDER
@@ -54,24 +52,21 @@ def _softmax(logits, stride, t, e, T, E, PARTS: tl.constexpr):
 @triton.jit(do_not_specialize=("T", "R", "share"))  # which differ from step to step
 def choose_experts(
     weights, experts, short_experts, probs, counts, slots, logits, stride, T, E, R, share,
-    PARTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr, EXPERTS: tl.constexpr,
-    SLOTS: tl.constexpr, FILL: tl.constexpr, EARLY: tl.constexpr,
+    TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
+    FILL: tl.constexpr,
 ):  # fmt: skip
     """A block of tokens: probabilities, the S likeliest experts, and for place_rows how many tokens chose each.
-
-    Logits are the sums of PARTS matrices, which follow each other.
 
     place_few_rows has the experts as int16 instead. On the way every program marks `share` rows of the sorted batch as
     padding.
     """
-    wait_for_last(EARLY)
     let_next_begin()
     pid = tl.program_id(0)
     t = pid * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, EXPERTS)
     slot = tl.arange(0, SLOTS)[None, :]
     is_in = (t < T)[:, None] & (e < E)[None, :]
-    p = _softmax(logits, stride, tl.minimum(t, T - 1), e, T, E, PARTS)
+    p = _softmax(logits, stride, tl.minimum(t, T - 1), e, E)
     tl.store(probs + t.to(tl.int64)[:, None] * E + e[None, :], p, mask=is_in)
     # A probability's bits rise with it. A warp finds the largest, and the lowest expert of it, in one instruction each,
     # as it could not find both in one number of 64 bits.
@@ -125,7 +120,6 @@ def place_few_rows(
     Where they begin is where the expert before ends: one program more than experts stores the last end.
     """
     wait_for_last(EARLY)
-    let_next_begin()
     own = tl.program_id(0)
     i = tl.arange(0, TOKENS)
     if ALIGNMENT == 1:
@@ -236,16 +230,15 @@ def add_rows(y, out, rows, weights, stride, H, TOP_K: tl.constexpr, BLOCK_H: tl.
 
 def can_route(logits: torch.Tensor) -> bool:
     """Whether moe_routing takes these logits."""
-    return 0 not in logits.shape and logits.shape[-1] <= MAX_EXPERTS and logits.element_size() <= 4
+    return logits.shape[0] > 0 and logits.shape[1] <= MAX_EXPERTS and logits.element_size() <= 4
 
 
 def moe_routing(
     logits: torch.Tensor, top_k: int, normalize: bool, alignment: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As reference.moe_routing_reference, for what can_route accepts."""
-    has_parts = logits.dim() == 3
-    logits = logits if logits.stride(-1) == 1 and not has_parts else logits.contiguous()
-    (T, E), device = logits.shape[-2:], logits.device
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    (T, E), device = logits.shape, logits.device
     R, width = num_rows(T * top_k, E, alignment), triton.next_power_of_2(E)
     is_few = T <= FEW_TOKENS and top_k <= FEW_SLOTS
     block, warps = (1, 1) if is_few else (min(16, 2048 // width), CHOOSE_WARPS)
@@ -258,15 +251,13 @@ def moe_routing(
     short_experts = torch.empty(T, top_k, dtype=torch.int16, device=device) if is_few else None
     counts = None if is_few else torch.empty(programs, E, dtype=torch.int8, device=device)
     with on_device_of(logits):
-        early = has_parts and can_begin_early(device)  # router_tiles makes parts, and lets this begin
         launch = launcher_of(
-            choose_experts, PARTS=logits.shape[0] if has_parts else 1, TOP_K=top_k, NORMALIZE=normalize, BLOCK_T=block,
-            EXPERTS=width, SLOTS=places, FILL=FILL, EARLY=early, launch_pdl=early, num_warps=warps,
-            enable_fp_fusion=False,
+            choose_experts, TOP_K=top_k, NORMALIZE=normalize, BLOCK_T=block, EXPERTS=width, SLOTS=places, FILL=FILL,
+            num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
         made = (weights, experts, short_experts, probs, counts, slots)
         share = triton.cdiv(R, programs) if alignment > 1 else 0  # where each row has a slot, none only pads
-        launch((programs,), *made, logits, logits.stride(-2), T, E, R, share)
+        launch((programs,), *made, logits, logits.stride(0), T, E, R, share)
         if is_few:
             early = can_begin_early(device)
             launch = launcher_of(

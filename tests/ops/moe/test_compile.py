@@ -50,7 +50,6 @@ def test_few_tokens_wait_little() -> None:
     assert "div.rn.f64" not in ptx and "griddepcontrol.launch_dependents" in ptx
     ptx = compiled(place).ptx
     assert place.options["launch_pdl"] and ptx.index("griddepcontrol.wait") < ptx.index("ld.global.v4.b32")
-    assert "griddepcontrol.launch_dependents" in ptx  # the experts' GEMM begins early
     assert ptx.count("bar.sync") <= 8
 
 

@@ -60,12 +60,6 @@ def can_begin_early(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-@functools.cache
-def is_hopper(device: torch.device) -> bool:
-    """Without a GPU, what Hopper would get is interpreted or compiled."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
-
-
 class CompiledLaunch(NamedTuple):
     """What a launch needs of a CompiledKernel, and the constants that it was compiled with."""
 

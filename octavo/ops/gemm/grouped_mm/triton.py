@@ -6,6 +6,7 @@ Legend: E groups, R rows of all groups, N out, K in; a [R, K], b [E * N, K], out
 a [N, R], b [K, R], out [E, N, K].
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.numerics.quantized import QuantizedTensor
-from octavo.ops._runtime.launch.triton import can_begin_early, is_hopper, launcher_of, on_device_of, wait_for_last
+from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
 from octavo.ops.gemm.hp_mm import triton as hp_mm
 
 BLOCK_N, WARPS = 128, 4
@@ -92,7 +93,7 @@ def rows_of_tile(
 def row_tiles(
     out, a, a_scale, b, b_scale, offsets, slots, stride_sa, stride_sa_slab, R, N, K, E,
     SLOTS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLAB: tl.constexpr,
-    HAS_BLOCKS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of out: the rows of one group times its weight. Programs past the last group's tiles clear the tail.
 
@@ -101,7 +102,6 @@ def row_tiles(
     sum of the same products in the same order and has the same bits, as tests on a card check: exact mode, which
     decodes by turned tiles and trains by the others, rests on that.
     """
-    wait_for_last(EARLY)
     TURNED: tl.constexpr = BLOCK_M < 64
     # A tile's columns follow each other, so that a group's rows and weight are read once and then found in the cache.
     num_columns = tl.cdiv(N, BLOCK_N)
@@ -356,7 +356,13 @@ def row_tile(num_rows: int, num_groups: int) -> RowTile:
 def takes_pairs(a: QuantizedTensor, whole: QuantizedTensor, num_rows: int, num_groups: int) -> bool:
     """Whether row_pairs multiplies: many rows a group, and codes that Hopper's tensor memory unit can fetch."""
     is_aligned = all(q.qdata.data_ptr() % ALIGNMENT == 0 for q in (a, whole))
-    return num_rows >= MANY_ROWS * num_groups and is_aligned and is_hopper(a.device)
+    return num_rows >= MANY_ROWS * num_groups and is_aligned and _is_hopper(a.device)
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    """Without a GPU, what Hopper would get is interpreted or compiled."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
 def scaled_grouped_mm(
@@ -380,8 +386,6 @@ def scaled_grouped_mm(
     else:
         kernel, tile = row_tiles, row_tile(R, E)
         rows, own = tile.block_m, {"BLOCK_M": tile.block_m, "STAGES": tile.stages}
-        early = can_begin_early(out.device)  # the kernel that places rows or makes codes is short
-        own |= {"EARLY": early, "launch_pdl": early}
         own |= {} if tile.registers is None else {"maxnreg": tile.registers}
     grid = (num_tiles(R, E, rows) * triton.cdiv(N, BLOCK_N),)
     with on_device_of(out):

@@ -12,13 +12,7 @@ import triton.language as tl
 from octavo.numerics.infinity import infinity_flag
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
-from octavo.ops._runtime.launch.triton import (
-    can_begin_early,
-    launcher_of,
-    let_next_begin,
-    on_device_of,
-    wait_for_last,
-)
+from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
 from octavo.ops.activation.swiglu.triton import swiglu_values
 from octavo.ops.gemm.grouped_mm.triton import (
     LEAST_GROUPS,
@@ -42,14 +36,12 @@ WARPS, STAGES = 4, 3
 def gated_row_tiles(
     out, out_scale, infinite, a, a_scale, b, b_scale, offsets, slots, stride_sa, stride_sa_slab, R, F, K, E,
     SLOTS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, SLAB: tl.constexpr,
-    STAGES: tl.constexpr, DTYPE: tl.constexpr, RULE: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, DTYPE: tl.constexpr, RULE: tl.constexpr,
 ):  # fmt: skip
     """One tile of out and its scales; where rows are of no group, codes of zeros. See row_tiles of grouped_mm.
 
     The tile is turned: the weight is on the matrix instruction's first side.
     """
-    wait_for_last(EARLY)
-    let_next_begin()
     num_blocks = F // BLOCK_F
     tile, block = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks
     column = block * BLOCK_F
@@ -120,12 +112,11 @@ def grouped_swiglu(
     made = Output.of(R, F, scaling).allocate(a.device, False)
     block_m = tile_rows(R, E)
     grid = (num_tiles(R, E, block_m) * (F // SLAB),)
-    early = can_begin_early(made.qdata.device)
     with on_device_of(made.qdata):
         launch = launcher_of(
             gated_row_tiles, SLOTS=slots_per_row, GROUPS=max(LEAST_GROUPS, triton.next_power_of_2(E)), BLOCK_M=block_m,
             BLOCK_F=SLAB, SLAB=SLAB, STAGES=STAGES, DTYPE=SOURCE_TYPES[dtype],
-            RULE=rule_of_rows(scaling, dtype), EARLY=early, launch_pdl=early, num_warps=WARPS, enable_fp_fusion=False,
+            RULE=rule_of_rows(scaling, dtype), num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
         flag, scales = infinity_flag(made.qdata.device), (a.scale.stride(0), a.scale.stride(1))
         operands = (a.qdata, a.scale, whole.qdata, whole.scale.contiguous(), offsets, slots)

@@ -19,8 +19,6 @@ def test_two_programs_fit(gathered: bool, rows: int) -> None:
     (launch,) = launched(lambda: kernels.grouped_swiglu(*made))
     report = compiled(launch, 0)
     assert f"wgmma.mma_async.sync.aligned.m64n{16 if rows == 64 else 32}k32.f32.e4m3.e4m3" in report.ptx
-    assert launch.options["launch_pdl"] and report.ptx.index("griddepcontrol.wait") < report.ptx.index("ld.global")
-    assert "griddepcontrol.launch_dependents" in report.ptx  # the down projection begins early
     assert 2 * report.registers * 32 * kernels.WARPS <= REGISTERS_OF_A_PROCESSOR
     assert 2 * (report.shared_bytes + 1024) <= SHARED_BYTES_OF_A_PROCESSOR  # a program keeps 1 KB
 

@@ -18,10 +18,8 @@ from octavo.serve.engine.slots import Slots
 _TOKENS = (32, 64, 128, 256, 1024, 4096)  # between the bounds of what takes few tokens and of what takes many
 _FEW = 5  # tokens of a prompt that attends as those that decode do
 _NUM_DECODES = (0, 5, 15)  # one sequence beside them makes 1, 6 and 16
-_DECODED_AT, _DECODED_LATE_AT = (
-    5,
-    1100,
-)  # tokens of a sequence that decodes: in one piece of an attention, or in several
+# tokens of a sequence that decodes: in one piece of an attention, or in several
+_DECODED_AT, _DECODED_LATE_AT = 5, 1100
 _DECODES_ALONE = (1, 5, 16, 24, 37, 64, 100, 128, 200, 256)  # sequences of steps without prompts, likewise
 
 

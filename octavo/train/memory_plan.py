@@ -131,7 +131,7 @@ def plan_memory(config: TrainConfig) -> MemoryPlan:
     recomputed = 0
     if config.run.recompute == "full":
         recomputed = config.run.recompute_num_layers or len(model.layers)
-    saved = saved_by_model(model, num_tokens, device, recomputed)
+    saved = saved_by_model(model, num_tokens, recomputed)
     codes = sum(map(_code_bytes, _linears(model)))
     held = held_by_fsdp(model, layout, codes, config.parallel.reduction) if layout.num_ranks > 1 else []
     rows = [

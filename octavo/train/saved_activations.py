@@ -16,7 +16,6 @@ from octavo.models import Decoder
 from octavo.nn import MLP, Attention, ColumnLinear, DecoderLayer, Linear, ParallelDecoderLayer, RMSNorm, SparseMoE
 from octavo.nn.functional.norm_linear import can_fuse
 from octavo.numerics import Recipe, Scaling, get_recipe
-from octavo.ops.logprob import chunks
 from octavo.ops.moe import num_rows
 
 
@@ -38,16 +37,15 @@ class Saved:
 LINEAR, NORM, STATISTICS = "linear inputs", "norm inputs", "norm statistics"
 ROUTING = "routing"
 ACTIVATION, ATTENTION, HEAD, IDS = "activation inputs", "attention", "head gradients", "token ids and positions"
-HEAD_INPUT, HEAD_LOGITS = "head inputs", "head logits"  # of a head that is cut among ranks, or exact
+HEAD_INPUT = "head inputs"  # of a head that is cut among ranks
 LAYER_INPUT = "layer inputs (recomputed)"
 
 
-def saved_by_model(model: Decoder, num_tokens: int, device: torch.device, num_recomputed: int = 0) -> list[Saved]:
+def saved_by_model(model: Decoder, num_tokens: int, num_recomputed: int = 0) -> list[Saved]:
     """Everything saved from the forward of one micro-batch to its backward.
 
     Args:
         model: with its recipes set; without values ("meta") is enough.
-        device: where it will run.
         num_recomputed: layers, from the first, that keep their input alone.
     """
     hp = _name(model.dtype)
@@ -60,15 +58,12 @@ def saved_by_model(model: Decoder, num_tokens: int, device: torch.device, num_re
         else:
             rows += saved_by_layer(layer, model, num_tokens)
     rows += _of_norm(_num_own(model, num_tokens), hidden, 1, model.dtype, shares_input=False)
-    if model.head_group is None and not model.numerics.exact:
+    if model.head_group is None:
         # the loss makes the gradients of hidden states and of the head's weight in its forward
         rows.append(Saved(HEAD, "fp32", 4 * hidden * (num_tokens + model.config.vocab_size)))
-    else:  # its input, targets and normalizers; logits that are not kept are made again
+    else:  # its input, targets and normalizers: the logits are made again
         rows += [Saved(HEAD_INPUT, hp, num_tokens * hidden * size), Saved(IDS, "int64", 8 * num_tokens)]
         rows.append(Saved(HEAD_INPUT, "fp32", 4 * num_tokens))
-        logits = chunks.kept_bytes(num_tokens, model.config.vocab_size)
-        if model.head_group is None and chunks.keeps_logits(device, logits):
-            rows.append(Saved(HEAD_LOGITS, "fp32", logits))
     return merge(rows)
 
 

@@ -12,15 +12,12 @@ from octavo.config import load_config
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models import save_model
 from octavo.nn import Linear
-from octavo.numerics import Numerics, get_recipe
-from octavo.ops.logprob import chunks
 from octavo.run.optimizer import MasterAdamW
 from octavo.train.build import build_model
 from octavo.train.config import TrainConfig
 from octavo.train.data import Batch
 from octavo.train.memory_plan import ACTIVATIONS, GRADIENTS, STATE, TRANSIENT, plan_memory
 from octavo.train.memory_report import observe_memory, print_plan, saved_bytes
-from octavo.train.saved_activations import HEAD_LOGITS, saved_by_model
 from tests.assertions import assert_raises
 from tests.conftest import RunOctavo
 
@@ -77,24 +74,6 @@ def test_activations_are_predicted(make_config: MakeConfig, recipe: str, family:
 def test_activations_are_predicted_whatever_is_kept(make_config: MakeConfig, sections: dict) -> None:
     observed, predicted = observed_and_predicted(configure(make_config, **sections))
     assert predicted == pytest.approx(observed, rel=0.1)
-
-
-def test_kept_logits_of_an_exact_head_are_predicted(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build_model(configure(make_config), VOCAB_SIZE, 0, torch.device("cpu"))
-    model.set_numerics(Numerics(get_recipe("blockwise"), exact=True))
-    batch = make_batch()
-    logits, found = 4 * len(batch.input_ids) * VOCAB_SIZE, []
-    for limit, device in ((0, "cuda"), (4 << 30, "cuda"), (4 << 30, "cpu")):
-        monkeypatch.setattr(chunks, "MAX_KEPT_BYTES", limit)
-        rows = saved_by_model(model, len(batch.input_ids), torch.device(device))
-        found.append(sum(row.num_bytes for row in rows))
-        assert any(row.kind == HEAD_LOGITS for row in rows) == (device == "cuda" and limit > 0)
-    remade, kept, on_cpu = found
-    assert on_cpu == remade
-    assert remade == pytest.approx(saved_bytes(model, batch), rel=0.1)
-    monkeypatch.setattr(chunks, "keeps_logits", lambda device, num_bytes: True)
-    assert kept == pytest.approx(saved_bytes(model, batch), rel=0.1)
-    assert kept - remade == pytest.approx(logits, rel=0.02)
 
 
 @pytest.mark.parametrize(("state", "master"), [("fp32", "fp32"), ("bf16", "remainder"), ("fp8", "none")])

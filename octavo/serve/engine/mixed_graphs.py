@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 
 from octavo.models import Decoder
-from octavo.numerics import Scaling
 from octavo.ops.attention import (
     PAGE_SIZE,
     MixedBatch,
@@ -19,10 +18,9 @@ from octavo.ops.attention import (
     attention_mixed,
     has_kernel,
     mixed_tile_rows,
-    write_kv,
 )
 from octavo.ops.attention.mixed import SPLIT
-from octavo.ops.attention.qkv_cache import HeadNorms, Rotation, qkv_to_cache
+from octavo.serve.engine.caching_context import PagesContext
 from octavo.serve.engine.expert_choices import RoutedExpertsRecorder
 from octavo.serve.engine.graph_capture import CapturedSteps, borrow
 from octavo.serve.engine.mixed_inputs import MixedInputs, MixedShape, Work, empty_vector, fill_vector
@@ -233,12 +231,12 @@ class MixedGraphs(CapturedSteps[tuple[int, int], MixedStep]):
             return self.model(token_ids, context)
 
 
-class MixedContext:
-    """How a captured step's tokens meet the keys and values in the pages (nn.CachingContext).
+class MixedContext(PagesContext):
+    """How a captured step's tokens meet the keys and values in the pages.
 
     Args:
-        positions: [T] int64.
-        slot_mapping: [T] int64, -1 for a padding token.
+        positions: see PagesContext.
+        slot_mapping: likewise.
         batch: the step's distribution over sequences.
         layers: the cache.
         exact: the model's numerics.
@@ -254,33 +252,11 @@ class MixedContext:
         exact: bool,
         attended: torch.Tensor,
     ) -> None:
-        self.positions = positions
-        self._slots, self._batch, self._layers = slot_mapping, batch, layers
-        self._exact, self._attended = exact, attended
+        self.positions, self.slot_mapping, self.layers = positions, slot_mapping, layers
+        self._batch, self._exact, self._attended = batch, exact, attended
 
-    def attend(
-        self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float
-    ) -> torch.Tensor:
-        """See nn.AttentionContext."""
-        write_kv(self._layers[layer_index], k, v, self._slots)
-        return self._attend(layer_index, q, softmax_scale)
-
-    def attend_qkv(
-        self,
-        layer_index: int,
-        qkv: torch.Tensor,
-        rotation: Rotation,
-        norms: HeadNorms | None,
-        *,
-        softmax_scale: float,
-        out_scaling: Scaling | None = None,
-    ) -> torch.Tensor:
-        """See nn.CachingContext."""
-        q = qkv_to_cache(qkv, self._layers[layer_index], self._slots, rotation, norms)
-        return self._attend(layer_index, q, softmax_scale)
-
-    def _attend(self, layer_index: int, q: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-        layer, out = self._layers[layer_index], self._attended
+    def attend_cached(self, layer_index: int, q: torch.Tensor, *, softmax_scale: float) -> torch.Tensor:
+        layer, out = self.layers[layer_index], self._attended
         attention_mixed(q, layer, self._batch, out, softmax_scale=softmax_scale, exact=self._exact)
         return out
 

@@ -8,13 +8,14 @@ import torch
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops._runtime.to_device import to_device
-from octavo.ops.attention import PagedKVLayer, attention_paged, write_kv
+from octavo.ops.attention import PagedKVLayer, attention_paged
 from octavo.ops.attention.qkv_cache import HeadNorms, Rotation, qkv_to_cache
+from octavo.serve.engine.caching_context import PagesContext
 from octavo.serve.engine.varlen_prefill import VarlenPrefill, slots_at
 
 
 @dataclasses.dataclass(frozen=True)
-class PagedContext:
+class PagedContext(PagesContext):
     """One step's tokens, packed, and where they stand in the cache.
 
     Attributes:
@@ -81,13 +82,6 @@ class PagedContext:
             prefill=None if exact else VarlenPrefill.plan(spans[num_decodes:], tables[num_decodes:], layers, device),
         )
 
-    def attend(
-        self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float
-    ) -> torch.Tensor:
-        """Write the new keys and values, then attend over the pages; see nn.AttentionContext."""
-        write_kv(self.layers[layer_index], k, v, self.slot_mapping)
-        return self.attend_cached(layer_index, q, softmax_scale=softmax_scale)
-
     def attend_qkv(
         self,
         layer_index: int,
@@ -106,7 +100,6 @@ class PagedContext:
         return self._attend(layer, q, slice(None), self.cu_seqlens_q, 1, softmax_scale, out_scaling)
 
     def attend_cached(self, layer_index: int, q: torch.Tensor, *, softmax_scale: float) -> torch.Tensor:
-        """Attend over the pages, in which the new keys and values stand already: q [T, H, D] -> the same shape."""
         layer = self.layers[layer_index]
         if self.prefill is None or layer.attention_dtype != "bf16":
             return self._attend_pages(layer, q, self.seq_lens.shape[0], softmax_scale)

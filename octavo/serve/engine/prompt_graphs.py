@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 
 from octavo.models import Decoder
-from octavo.numerics import Numerics, Scaling
-from octavo.ops.attention import PagedKVLayer, write_kv
-from octavo.ops.attention.qkv_cache import HeadNorms, Rotation, qkv_to_cache
+from octavo.numerics import Numerics
+from octavo.ops.attention import PagedKVLayer
 from octavo.ops.gemm.scaled_mm import unpadded_rows
+from octavo.serve.engine.caching_context import PagesContext
 from octavo.serve.engine.expert_choices import RoutedExpertsRecorder
 from octavo.serve.engine.graph_capture import CapturedSteps, GraphRecorder, borrow
 from octavo.serve.engine.paged_context import PagedContext
@@ -175,8 +175,8 @@ def step_sizes(most: int, numerics: Numerics, num_gpus: int = 1, *, has_experts:
     return sizes[: enough + 1]
 
 
-class _Between:
-    """The context under which pieces are captured: an attention ends one and begins the next (nn.CachingContext).
+class _Between(PagesContext):
+    """The context under which pieces are captured: an attention ends one and begins the next.
 
     Args:
         inputs: StepPieces'.
@@ -192,33 +192,12 @@ class _Between:
         attended: torch.Tensor,
         recorder: GraphRecorder | None,
     ) -> None:
-        self.positions, self._slots = inputs[1], inputs[2]
-        self._layers, self._attended, self._recorder = layers, attended, recorder
+        self.positions, self.slot_mapping, self.layers = inputs[1], inputs[2], layers
+        self._attended, self._recorder = attended, recorder
         self.pieces: list[torch.cuda.CUDAGraph] = []
         self.stops: list[Stop] = []
 
-    def attend(
-        self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float
-    ) -> torch.Tensor:
-        """See nn.AttentionContext."""
-        write_kv(self._layers[layer_index], k, v, self._slots)
-        return self._stop(layer_index, q, softmax_scale)
-
-    def attend_qkv(
-        self,
-        layer_index: int,
-        qkv: torch.Tensor,
-        rotation: Rotation,
-        norms: HeadNorms | None,
-        *,
-        softmax_scale: float,
-        out_scaling: Scaling | None = None,
-    ) -> torch.Tensor:
-        """See nn.CachingContext."""
-        q = qkv_to_cache(qkv, self._layers[layer_index], self._slots, rotation, norms)
-        return self._stop(layer_index, q, softmax_scale)
-
-    def _stop(self, layer_index: int, q: torch.Tensor, softmax_scale: float) -> torch.Tensor:
+    def attend_cached(self, layer_index: int, q: torch.Tensor, *, softmax_scale: float) -> torch.Tensor:
         if self._recorder is not None:
             q = q.contiguous()
             self.pieces.append(self._recorder.end())

@@ -40,6 +40,18 @@ def sequence_logprobs(
         ConfigError: what is no model.
     Exactness: under exact numerics equal in bits to what the sampler reports, whatever else is in the batch.
     """
+    logprobs, counts = joined_logprobs(model, sequences, temperature, prompt_lens=prompt_lens)
+    return list(logprobs.split(counts))
+
+
+def joined_logprobs(
+    model: Decoder,
+    sequences: Sequence[Sequence[int]],
+    temperature: float,
+    *,
+    prompt_lens: Sequence[int] | None,
+) -> tuple[torch.Tensor, list[int]]:
+    """sequence_logprobs as one tensor, sequence after sequence, and how many of it are of each."""
     require_module(model, "sequence_logprobs")
     if not temperature > 0.0:
         raise DataError(f"temperature must be > 0 to score tokens, got {temperature}")
@@ -49,7 +61,7 @@ def sequence_logprobs(
     lengths = [len(sequence) - 1 for sequence in sequences]
     scored = lengths if prompt_lens is None else [len(ids) - n for ids, n in zip(sequences, prompt_lens, strict=True)]
     if not sum(lengths):
-        return [torch.zeros(0, device=model.device) for _ in sequences]
+        return torch.zeros(0, device=model.device), scored
     whole, added = _padded(model, lengths)
     inputs = [id_ for ids, n in zip(sequences, whole, strict=True) for id_ in (*ids[:-1], *[0] * (n - len(ids) + 1))]
     targets = [id_ for ids, count in zip(sequences, scored, strict=True) for id_ in ids[len(ids) - count :]]
@@ -74,7 +86,7 @@ def sequence_logprobs(
         head_bias=model.head_bias,
         tensor_group=model.head_group,
     )
-    return list(logprobs.split(scored))
+    return logprobs, scored
 
 
 def _padded(model: Decoder, lengths: list[int]) -> tuple[list[int], list[int]]:

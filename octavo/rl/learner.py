@@ -11,8 +11,9 @@ import torch
 
 from octavo.distributed.mesh import ONE_PROCESS, Mesh
 from octavo.errors import ExactnessError, NonFiniteError
-from octavo.models import Decoder, sequence_logprobs
+from octavo.models import Decoder
 from octavo.models.export import reshard
+from octavo.models.scoring import joined_logprobs
 from octavo.nn.finite_weights import check_finite_weights
 from octavo.numerics.infinity import take_infinity
 from octavo.parallel import kept, set_last_backward
@@ -27,6 +28,8 @@ from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.router_replay import PolicyRouters
 from octavo.run.first_bad_tensor import first_bad_tensor
 from octavo.run.optimizer import MasterAdamW
+
+_Shares = tuple[dict[str, float], torch.Tensor | None]  # of a micro-batch: of the metrics, and what routers chose
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,10 +89,11 @@ def response_logprobs(model: Decoder, rollouts: Rollouts, temperature: float) ->
 
 def packed_logprobs(model: Decoder, rollouts: Rollouts, temperature: float) -> torch.Tensor:
     """response_logprobs where the model is."""
-    parts = sequence_logprobs(model, rollouts.sequences, temperature, prompt_lens=rollouts.prompt_lens)
-    if rollouts.is_sampled:  # what an environment wrote is in no loss
-        parts = [x[torch.tensor(mask, device=x.device)] for x, mask in zip(parts, rollouts.is_sampled, strict=True)]
-    return torch.cat(parts)
+    logprobs, counts = joined_logprobs(model, rollouts.sequences, temperature, prompt_lens=rollouts.prompt_lens)
+    if not rollouts.is_sampled:
+        return logprobs
+    pairs = zip(logprobs.split(counts), rollouts.is_sampled, strict=True)  # what an environment wrote is in no loss
+    return torch.cat([x[torch.tensor(mask, device=x.device)] for x, mask in pairs])
 
 
 def check_exact(
@@ -166,14 +170,19 @@ class Learner:
         size = len(rollouts) // self.config.num_minibatches
         before = self._look_before(rollouts, advantages, size, step)
         probe = CorrectionProbe(self.model) if measures else None
-        own, sums = self._add_gradients(_Span(rollouts, before.of_first, 0, size, is_on_policy=True), step, probe)
+        first = _Span(rollouts, before.of_first, 0, size, is_on_policy=True)
+        own, shares = self._add_gradients(first, step, probe)
         trainer_logprobs = before.complete(own)
-        checked, status = self._check_mismatch(rollouts, trainer_logprobs, before.num_checked, step)
+        checked = self._measure_mismatch(rollouts, trainer_logprobs, before.num_checked)  # while the GPU is still at it
+        sums = self._clip_gradients(first, shares, step)
+        entropy = {"actor/entropy": float(-rollouts.rollout_logprobs.double().mean())}
+        status = self.health.check(step, checked | entropy)
         effect = {} if probe is None else probe.metrics()
         metrics = [sums | effect | self._make_update(status)]
         for start in range(size, len(rollouts), size):
             minibatch = _Span(rollouts, before.tokens, start, start + size, is_on_policy=False)
-            _, sums = self._add_gradients(minibatch, step, None)
+            _, shares = self._add_gradients(minibatch, step, None)
+            sums = self._clip_gradients(minibatch, shares, step)
             metrics.append(sums | self._make_update(status))
         names = {name: None for row in metrics for name in row}
         values = {name: [row[name] for row in metrics if name in row] for name in names}
@@ -181,10 +190,10 @@ class Learner:
         every = checked | status.metrics | before.metrics | means | self.routers.metrics()
         return Update(trainer_logprobs, every, status)
 
-    def _check_mismatch(
-        self, rollouts: Rollouts, trainer_logprobs: torch.Tensor, num_checked: int, step: int
-    ) -> tuple[dict[str, float], HealthStatus]:
-        """How far the two sides are apart before the step's first update, and what the limits say to it.
+    def _measure_mismatch(
+        self, rollouts: Rollouts, trainer_logprobs: torch.Tensor, num_checked: int
+    ) -> dict[str, float]:
+        """How far the two sides are apart before the step's first update.
 
         Args:
             num_checked: the first sequences, whose logprobs the trainer has computed.
@@ -196,8 +205,7 @@ class Learner:
         measured["mismatch/tokens_checked_share"] = known.num_tokens / rollouts.num_tokens
         pairs = zip(rollouts.sequences, rollouts.prompt_lens, strict=True)
         measured["response/repetition_share"] = repetition_share([ids[n:] for ids, n in pairs])
-        entropy = {"actor/entropy": float(-rollouts.rollout_logprobs.double().mean())}
-        return measured, self.health.check(step, measured | entropy)
+        return measured
 
     def _look_before(self, rollouts: Rollouts, advantages: torch.Tensor, size: int, step: int) -> "_Before":
         """What is known of each token before the first update; `size` is a minibatch's."""
@@ -263,16 +271,16 @@ class Learner:
 
     def _add_gradients(
         self, minibatch: "_Span", step: int, probe: CorrectionProbe | None
-    ) -> tuple[torch.Tensor, dict[str, float]]:
-        """The gradients of an optimizer step, clipped.
+    ) -> tuple[torch.Tensor, list[_Shares]]:
+        """The gradients of an optimizer step; a GPU may not have them yet.
 
         Returns:
-            (the minibatch's logprobs, its metrics).
+            (the minibatch's logprobs, this rank's shares of its metrics by micro-batch).
         """
         self.optimizer.zero_grad()
-        logprobs, own_sums = [], []
+        logprobs, shares = [], list[_Shares]()
         num_tokens = sum(map(len, minibatch.rollouts.sequences[minibatch.start : minibatch.stop]))
-        pieces = minibatch.split(self.config.trainer.micro_batch_sequences)
+        pieces = self._pieces(minibatch)
         rank, num_ranks = self.mesh.rank, self.mesh.world_size
         try:
             for first in range(0, len(pieces), num_ranks):
@@ -283,18 +291,27 @@ class Learner:
                 with self.routers.training(sequences, num_tokens, is_on_policy=piece.is_on_policy):
                     piece_logprobs, piece_sums = self._backward(pieces[first : first + num_ranks], step, probe)
                 logprobs += piece_logprobs
-                own_sums.append((piece_sums, self.routers.take()))
+                shares.append((piece_sums, self.routers.take()))
         finally:
             set_last_backward(self.model, True)  # an error must not leave the model waiting for another one
+        return torch.cat(logprobs), shares
+
+    def _pieces(self, minibatch: "_Span") -> list["_Span"]:
+        return minibatch.split(self.config.trainer.micro_batch_sequences)
+
+    def _clip_gradients(self, minibatch: "_Span", shares: list[_Shares], step: int) -> dict[str, float]:
+        """Clip what _add_gradients left; its metrics, for which the device is waited for."""
+        pieces = self._pieces(minibatch)
         norm = self.optimizer.clip_gradients(self.config.trainer.optimizer.max_grad_norm)
         grad_norm, is_infinite = torch.stack([norm, take_infinity(norm.device)]).tolist()
         sums = dict[str, float]()
-        for of_piece, of_routers in self.mesh.gather_dealt(own_sums, len(pieces)):
+        for of_piece, of_routers in self.mesh.gather_dealt(shares, len(pieces)):
             sums = {name: sums.get(name, 0.0) + value for name, value in of_piece.items()}
             self.routers.add(of_routers)
         if self.mesh.any(bool(is_infinite)) or not (math.isfinite(grad_norm) and math.isfinite(sums["actor/loss"])):
-            self._explain_nonfinite(sums["actor/loss"], grad_norm, pieces[rank::num_ranks], step)
-        return torch.cat(logprobs), sums | {"actor/grad_norm": grad_norm}
+            own = pieces[self.mesh.rank :: self.mesh.world_size]
+            self._explain_nonfinite(sums["actor/loss"], grad_norm, own, step)
+        return sums | {"actor/grad_norm": grad_norm}
 
     def _make_update(self, status: HealthStatus) -> dict[str, float]:
         """One optimizer step, unless the step's health forbids it; its metrics."""

@@ -8,7 +8,8 @@ import torch
 
 from octavo.deprecation import former_attribute
 from octavo.errors import NonFiniteError
-from octavo.models import Decoder, sequence_logprobs
+from octavo.models import Decoder
+from octavo.models.scoring import joined_logprobs
 from octavo.models.tokenizer import Tokenizer
 from octavo.numerics.infinity import take_infinity
 from octavo.rl.config import WarmupSection
@@ -78,7 +79,7 @@ def _update(
     prompts = encode_prompts(task, [prompt for prompt, _ in examples], tokenizer)
     answers = tokenizer.encode_batch([answer for _, answer in examples])
     sequences = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-    of_answers = torch.cat(sequence_logprobs(model, sequences, prompt_lens=[len(ids) for ids in prompts]))  # [tokens]
+    of_answers, _ = joined_logprobs(model, sequences, 1.0, prompt_lens=[len(ids) for ids in prompts])  # [tokens]
     coefficients = token_coefficients([len(answer) for answer in answers]).to(of_answers.device)
     loss = -(of_answers * coefficients).sum()
     loss.backward()

@@ -107,6 +107,29 @@ def test_exact_mode_scores_a_whole_step_every_n_steps(
     assert not scored and update.metrics["mismatch/tokens_checked_share"] == 1.0  # by the minibatch itself
 
 
+def test_mismatch_is_measured_before_the_device_is_waited_for(
+    tmp_path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradients' norm is read from it, once a minibatch; a GPU then still runs the backward."""
+    order: list[str] = []
+    mismatch, clip = learner.mismatch_metrics, MasterAdamW.clip_gradients
+
+    def measure(*args: Any) -> dict[str, float]:
+        order.append("mismatch")
+        return mismatch(*args)
+
+    def wait(optimizer: MasterAdamW, max_norm: float) -> torch.Tensor:
+        order.append("norm")
+        return clip(optimizer, max_norm)
+
+    monkeypatch.setattr(learner, "mismatch_metrics", measure)
+    monkeypatch.setattr(MasterAdamW, "clip_gradients", wait)
+    model, _ = policy
+    config = trainer_config(tmp_path)
+    learn(Learner(model, config, reference=share_weights(model, model.numerics)), random_rollouts(model))
+    assert order == ["mismatch", "norm", "norm"]
+
+
 def test_ranks_that_would_wait_for_each_other_are_refused(tmp_path: Path, policy: Policy) -> None:
     """Four sequences in two minibatches are one micro-batch each, or two of one sequence."""
     mesh = Mesh(0, 2, 1, 2, torch.device("cpu"))

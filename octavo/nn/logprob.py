@@ -49,8 +49,8 @@ def token_logprobs(
         dtype (fp32 on a CPU) with fp32 logits and sums: absolute error about 1e-5, and gradients of logits are rounded
         once to the inputs' dtype. Whether logits are kept changes no bit of the results, and last bits of gradients.
     Memory: on a GPU, where a gradient is wanted and chunk_size is None, the fp32 logits of all tokens are kept until
-        the backward has read them (T * V * 4 bytes) if they take at most 4 GiB (octavo.ops.logprob.chunks), so that it
-        does not make them again: 8,371 tokens for V = 128256. Calls whose backwards come later keep theirs together.
+        the backward lets go of the graph, if they take at most 4 GiB (T * V * 4 bytes; 8,371 tokens for V = 128256; see
+        octavo.ops.logprob.chunks): it does not make them again. Calls whose backwards come later keep theirs together.
         Beside them only chunks exist. Above 4 GiB, under a tensor_group and on a CPU nothing is kept.
     """
     if targets.shape != hidden.shape[:1]:

@@ -173,7 +173,7 @@ class Learner:
         first = _Span(rollouts, before.of_first, 0, size, is_on_policy=True)
         own, shares = self._add_gradients(first, step, probe)
         trainer_logprobs = before.complete(own)
-        checked = self._measure_mismatch(rollouts, trainer_logprobs, before.num_checked)  # while the GPU is still at it
+        checked = self._measure_mismatch(rollouts, trainer_logprobs, before.num_checked)  # while the GPU computes
         sums = self._clip_gradients(first, shares, step)
         entropy = {"actor/entropy": float(-rollouts.rollout_logprobs.double().mean())}
         status = self.health.check(step, checked | entropy)
@@ -304,8 +304,8 @@ class Learner:
         pieces = self._pieces(minibatch)
         norm = self.optimizer.clip_gradients(self.config.trainer.optimizer.max_grad_norm)
         grad_norm, is_infinite = torch.stack([norm, take_infinity(norm.device)]).tolist()
-        sums = dict[str, float]()
-        for of_piece, of_routers in self.mesh.gather_dealt(shares, len(pieces)):
+        sums, on_host = dict[str, float](), [(own, None if x is None else x.cpu()) for own, x in shares]
+        for of_piece, of_routers in self.mesh.gather_dealt(on_host, len(pieces)):
             sums = {name: sums.get(name, 0.0) + value for name, value in of_piece.items()}
             self.routers.add(of_routers)
         if self.mesh.any(bool(is_infinite)) or not (math.isfinite(grad_norm) and math.isfinite(sums["actor/loss"])):

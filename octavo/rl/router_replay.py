@@ -53,12 +53,11 @@ class PolicyRouters:
         return contextlib.nullcontext() if self.replay is None else self.replay.of(rollouts, is_counted=is_on_policy)
 
     def take(self) -> torch.Tensor | None:
-        """What the routers chose in the last micro-batch, on the CPU; None for a dense policy."""
-        sums = self._watch.take()
-        return None if sums is None else sums.cpu()
+        """What the routers chose in the last micro-batch, where the model is; None for a dense policy."""
+        return self._watch.take()
 
     def add(self, sums: torch.Tensor | None) -> None:
-        """Count a micro-batch, taken on whichever rank."""
+        """Count a micro-batch, taken on any rank and moved to the CPU."""
         if sums is not None:
             self._sums = sums if self._sums is None else self._sums + sums
 

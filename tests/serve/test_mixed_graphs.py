@@ -120,8 +120,9 @@ def test_which_steps_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tiles_that_do_not_fit_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = make_graphs(monkeypatch)
     graphs._group, graphs._known_rows = 1, 64
-    assert run(graphs, *[(0, 2)] * 70) == "pieces"  # a tile each, and 3 + 64 places
-    assert run(graphs, *[(0, 2)] * 66) is None
+    assert [run(graphs, *[(0, 2)] * 66) for _ in range(2)] == [None, (192, 16)]
+    assert [run(graphs, *[(0, 2)] * 68) for _ in range(2)] == [None, (256, 16)]  # a tile each; 192 have 3 + 64 places
+    assert run(graphs, *[(0, 2)] * 81) == "pieces"  # 1024 have 16 + 64
 
 
 def test_preparing_leaves_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +289,7 @@ def test_graphs_of_whole_steps_are_captured_before_pieces(monkeypatch: pytest.Mo
     runner.warm_up_steps.clear()
 
     class Mixed:
-        most_tokens, num_missing = 64, 2
+        most_tokens, num_missing, max_len = 64, 2, MOST_LENGTH
 
         def missing(self, *, sparse: bool) -> list[int]:
             return [0] * self.num_missing
@@ -311,6 +312,9 @@ def test_graphs_of_whole_steps_are_captured_before_pieces(monkeypatch: pytest.Mo
     while llm.engine.prepare_next():
         pass
     assert asked == ["whole", "whole", "whole", 64]
+    runner._longest = MOST_LENGTH + 1  # of such sequences small steps go in pieces, which a start does not wait for
+    assert not llm.engine.prepare_next() and not llm.engine.prepare_next(sparse=True)
+    assert asked[4:] == ["whole", 0, "whole", 64]
 
 
 @pytest.mark.gpu

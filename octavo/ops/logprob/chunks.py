@@ -6,7 +6,7 @@ import torch
 MAX_CHUNK_BYTES = 512 << 20
 # Where every chunk adds to the whole fp32 gradient of the head: of that Llama's 40,960 tokens, 2 GiB save 10 of 216 ms.
 MAX_SUMMED_CHUNK_BYTES = 2 << 30
-# Where the backward of log-probabilities takes the forward's logits: 8,192 tokens of that head's fit.
+# Up to here the backward of log-probabilities takes the forward's logits: those of 8,192 tokens of that head fit.
 MAX_KEPT_BYTES = 4 << 30
 LOGIT_BYTES = 4  # fp32
 QUANTUM = 128  # rows or columns: whole tiles of any GEMM

@@ -56,7 +56,7 @@ class Planned(NamedTuple):
     """A step that a graph can hold.
 
     Attributes:
-        key: of the smallest graph: tokens and splits.
+        key: of the smallest graph that has room for its tokens and its tiles: tokens and splits.
         num_tokens: its own.
         work: for attention.
     """
@@ -134,12 +134,13 @@ class MixedGraphs(CapturedSteps[tuple[int, int], MixedStep]):
         """What holds a step, single tokens first; None where it is too large for all, or nothing can be captured."""
         lengths, ends = [chunk.end - chunk.start for chunk in chunks], [chunk.end for chunk in chunks]
         num_tokens = sum(lengths)
-        size = next((size for size in self.sizes if size >= num_tokens), None)
-        if size is None or max(ends) > self.max_len:
+        if num_tokens > self.sizes[-1] or max(ends) > self.max_len:
             return None
         work = Work.of(lengths, ends, self._group, self._tile_rows)
+        fitting = (n for n in self.sizes if n >= num_tokens and self._num_tiles(n) >= len(work.tiles))
+        size = next(fitting, None)
         num_splits = next((num for num in self.split_sizes if num >= len(work.splits)), None)
-        if num_splits is None or len(work.tiles) > self._num_tiles(size):
+        if size is None or num_splits is None:
             return None
         key = size, num_splits
         if self.obstacle is not None and not self._has(key):

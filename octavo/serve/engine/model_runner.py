@@ -140,8 +140,8 @@ class ModelRunner:
             return True
         if self.mixed_graphs is not None and self.mixed_graphs.prepare_next(sparse=sparse):
             return True
-        above = self._most_mixed_tokens
-        return self.prompt_graphs is not None and self.prompt_graphs.prepare_next(above, sparse=sparse)
+        pieces = self.prompt_graphs
+        return pieces is not None and pieces.prepare_next(self._no_pieces_up_to(sparse=sparse), sparse=sparse)
 
     def num_missing_graphs(self, num_seqs: int, max_len: int, *, sparse: bool) -> int:
         """CUDA graphs that prepare_next has still to capture; all pieces of a step with prompts count as one."""
@@ -149,12 +149,18 @@ class ModelRunner:
         num_mixed = 0 if self.mixed_graphs is None else len(self.mixed_graphs.missing(sparse=sparse))
         if self.prompt_graphs is None:
             return num_decodes + num_mixed
-        return num_decodes + num_mixed + len(self.prompt_graphs.missing(self._most_mixed_tokens, sparse=sparse))
+        missing = self.prompt_graphs.missing(self._no_pieces_up_to(sparse=sparse), sparse=sparse)
+        return num_decodes + num_mixed + len(missing)
 
-    @property
-    def _most_mixed_tokens(self) -> int:
-        """Tokens up to which steps are one graph each, and pieces are captured for rare ones alone."""
-        return 0 if self.mixed_graphs is None else self.mixed_graphs.most_tokens
+    def _no_pieces_up_to(self, *, sparse: bool) -> int:
+        """Tokens of steps that are one graph each; their pieces are captured ahead only for sequences too long for one.
+
+        That is not at the start, which is sparse.
+        """
+        mixed = self.mixed_graphs
+        if mixed is None or (self._longest > mixed.max_len and not sparse):
+            return 0
+        return mixed.most_tokens
 
     @property
     def compiles(self) -> bool:

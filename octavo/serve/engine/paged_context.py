@@ -92,7 +92,7 @@ class PagedContext(PagesContext):
         softmax_scale: float,
         out_scaling: Scaling | None = None,
     ) -> torch.Tensor | QuantizedTensor:
-        """The same from a projection whole; see nn.CachingContext. Codes come from steps of single tokens."""
+        """See PagesContext. Codes come from steps of single tokens."""
         layer = self.layers[layer_index]
         q = qkv_to_cache(qkv, layer, self.slot_mapping, rotation, norms)
         if out_scaling is None or self.max_query_len > 1:

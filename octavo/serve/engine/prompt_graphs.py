@@ -91,7 +91,7 @@ class PromptGraphs(CapturedSteps[int, StepPieces]):
         """All sizes that can be captured and are not, the largest first, whose memory the smaller ones share.
 
         Args:
-            above: of more tokens than these alone.
+            above: only sizes above this many tokens.
             sparse: every other one of them all.
         """
         if self.obstacle is not None:

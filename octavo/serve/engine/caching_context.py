@@ -1,5 +1,6 @@
 """What the contexts of an engine's steps share: new keys and values go into the pages before a layer attends."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,7 @@ from octavo.ops.attention import PagedKVLayer, write_kv
 from octavo.ops.attention.qkv_cache import HeadNorms, Rotation, qkv_to_cache
 
 
-class PagesContext:
+class PagesContext(ABC):
     """A nn.CachingContext over paged keys and values; how queries meet them is the subclass's.
 
     Attributes:
@@ -42,8 +43,15 @@ class PagesContext:
     ) -> torch.Tensor | QuantizedTensor:
         """The same from a projection whole; see nn.CachingContext."""
         q = qkv_to_cache(qkv, self.layers[layer_index], self.slot_mapping, rotation, norms)
-        return self.attend_cached(layer_index, q, softmax_scale=softmax_scale)
+        codes = None if out_scaling is None else self.attend_to_codes(layer_index, q, out_scaling, softmax_scale)
+        return self.attend_cached(layer_index, q, softmax_scale=softmax_scale) if codes is None else codes
 
+    @abstractmethod
     def attend_cached(self, layer_index: int, q: torch.Tensor, *, softmax_scale: float) -> torch.Tensor:
         """Attend over the pages, in which the new keys and values stand already: q [T, H, D] -> the same shape."""
-        raise NotImplementedError
+
+    def attend_to_codes(
+        self, layer_index: int, q: torch.Tensor, out_scaling: Scaling, softmax_scale: float
+    ) -> QuantizedTensor | None:
+        """attend_cached as codes [T, H * D]; None where a context makes none."""
+        return None

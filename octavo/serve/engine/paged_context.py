@@ -9,7 +9,6 @@ from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops._runtime.to_device import to_device
 from octavo.ops.attention import PagedKVLayer, attention_paged
-from octavo.ops.attention.qkv_cache import HeadNorms, Rotation, qkv_to_cache
 from octavo.serve.engine.caching_context import PagesContext
 from octavo.serve.engine.varlen_prefill import VarlenPrefill, slots_at
 
@@ -82,23 +81,6 @@ class PagedContext(PagesContext):
             prefill=None if exact else VarlenPrefill.plan(spans[num_decodes:], tables[num_decodes:], layers, device),
         )
 
-    def attend_qkv(
-        self,
-        layer_index: int,
-        qkv: torch.Tensor,
-        rotation: Rotation,
-        norms: HeadNorms | None,
-        *,
-        softmax_scale: float,
-        out_scaling: Scaling | None = None,
-    ) -> torch.Tensor | QuantizedTensor:
-        """See PagesContext. Codes come from steps of single tokens."""
-        layer = self.layers[layer_index]
-        q = qkv_to_cache(qkv, layer, self.slot_mapping, rotation, norms)
-        if out_scaling is None or self.max_query_len > 1:
-            return self.attend_cached(layer_index, q, softmax_scale=softmax_scale)
-        return self._attend(layer, q, slice(None), self.cu_seqlens_q, 1, softmax_scale, out_scaling)
-
     def attend_cached(self, layer_index: int, q: torch.Tensor, *, softmax_scale: float) -> torch.Tensor:
         layer = self.layers[layer_index]
         if self.prefill is None or layer.attention_dtype != "bf16":
@@ -108,6 +90,17 @@ class PagedContext(PagesContext):
         if n:
             parts.insert(0, self._attend_pages(layer, q[:n], n, softmax_scale))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def attend_to_codes(
+        self, layer_index: int, q: torch.Tensor, out_scaling: Scaling, softmax_scale: float
+    ) -> QuantizedTensor | None:
+        """Of a step of single tokens."""
+        if self.max_query_len > 1:
+            return None
+        layer = self.layers[layer_index]
+        codes = self._attend(layer, q, slice(None), self.cu_seqlens_q, 1, softmax_scale, out_scaling)
+        assert isinstance(codes, QuantizedTensor), "they were asked for"
+        return codes
 
     def _attend_pages(self, layer: PagedKVLayer, q: torch.Tensor, end: int, softmax_scale: float) -> torch.Tensor:
         """q [T, H, D] of the first sequences up to end, over the pages."""

@@ -228,6 +228,21 @@ def test_ranks_that_share_a_model() -> None:
         assert wanted == found and num_replayed > 4
 
 
+def test_graphs_are_captured_again_after_sleep() -> None:
+    prompts, found = random_prompts(6, seed=3), list[Any]()
+    llm = make_llm()
+    runner = llm.engine.model_runner
+    runner.mixed_graphs = graphs = EagerMixedGraphs(runner, 64, 512, (2, 8))
+    for _ in range(2):
+        before = graphs.num_replayed
+        found.append([output.outputs for output in llm.generate(prompts, PARAMS)])
+        assert graphs.num_replayed > before
+        llm.engine.sleep()
+        assert graphs.is_empty  # which hold addresses of the cache that is gone
+        llm.engine.wake()
+    assert found[0] == found[1]
+
+
 def test_a_token_that_only_the_device_knows() -> None:
     runner = make_llm().engine.model_runner
     graphs = EagerMixedGraphs(runner, 64, 512)
@@ -354,6 +369,9 @@ def test_on_a_gpu(
         assert bool(replayed) != enforce_eager
     if exact:
         assert found[0] == found[1]
+        llm.engine.sleep()
+        llm.engine.wake()
+        assert [output.outputs[0] for output in llm.generate(prompts, params)] == found[0]
         return
     for eager, whole in zip(*found, strict=True):
         both = zip(eager.token_ids, whole.token_ids, eager.logprobs or [], whole.logprobs or [], strict=True)

@@ -117,11 +117,13 @@ class CapturedSteps(ABC, Generic[K, S]):
 
     Attributes:
         what: a warning's beginning: what goes on without them where none can be captured.
+        instead: what steps without one do, in that warning.
         addresses: of the weights that the graphs read; see operand_addresses.
         obstacle: why nothing more can be captured, or None.
     """
 
     what: str
+    instead = "wait for the host"
     _lacks_memory = False
 
     def __init__(self, model: Decoder) -> None:
@@ -182,12 +184,12 @@ class CapturedSteps(ABC, Generic[K, S]):
         """Say once what goes on without graphs; those that are captured stay."""
         self._lacks_memory = "out of memory" in obstacle
         if not self._captured and not self._lacks_memory:
-            logger.warning("%s without CUDA graphs, this model waits for the host: %s", self.what, obstacle)
+            logger.warning("%s without CUDA graphs, and such steps %s: %s", self.what, self.instead, obstacle)
             return
         remedy = "; lower gpu_memory_utilization or max_num_seqs" if self._lacks_memory else ""
         num = len(self._captured)
-        text = "%s with %d CUDA graphs, and steps of other sizes wait for the host: %s%s"
-        logger.warning(text, self.what, num, obstacle, remedy)
+        text = "%s with %d CUDA graphs, and steps of other sizes %s: %s%s"
+        logger.warning(text, self.what, num, self.instead, obstacle, remedy)
 
     def _prepare(self, key: K) -> bool:
         """Capture a step and run it once, over padding alone: a GPU takes in a graph when it first runs.

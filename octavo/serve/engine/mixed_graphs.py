@@ -83,6 +83,7 @@ class MixedGraphs(CapturedSteps[tuple[int, int], MixedStep]):
     """
 
     what = "steps with few prompt tokens go on"
+    instead = "are computed as longer prompts are"
 
     def __init__(
         self,

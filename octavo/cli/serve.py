@@ -179,7 +179,8 @@ class Asked:
         if self.tokenizer is None and not (self.model / "tokenizer.json").is_file():
             if self.chat_template is not None:
                 raise ConfigError(f"--chat-template needs a tokenizer, and {self.model} has none; give --tokenizer")
-            logger.warning("%s has no tokenizer.json: token ids only; --tokenizer names one", self.model)
+            text = "%s has no tokenizer.json: token ids only, which return_token_ids asks for; --tokenizer names one"
+            logger.warning(text, self.model)
 
     def build(self) -> Engine:
         """Load the checkpoint."""
@@ -193,5 +194,8 @@ class Asked:
             if self.chat_template is not None:
                 engine.tokenizer.chat_template = self.chat_template.read_text(encoding="utf-8")
             logger.info("chat: %s", describe_template(engine.tokenizer))
-        logger.info("ready: %d KV pages", engine.stats.num_kv_pages)
+        numerics, pages = engine.model.numerics, engine.stats.num_kv_pages
+        mode = ", exact" if numerics.exact else ""
+        text = "linears %s, attention %s, %d KV pages in %s%s"
+        logger.info(text, numerics.recipe.name, numerics.attention_dtype, pages, numerics.kv_cache_dtype, mode)
         return engine

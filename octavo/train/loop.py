@@ -299,7 +299,7 @@ class _Run:
         return [
             f"{self.model.num_params / 1e6:.2f}M parameters in {self.config.precision.dtype} on {self.place}; "
             f"recipe {recipe}: {len(report.fp8_names)} of {len(report.rows)} linears in FP8, "
-            f"{report.fp8_flop_share:.1%} of linear FLOPs",
+            f"{report.fp8_flop_share:.1%} of linear FLOPs (lm_head not counted)",
             *([] if self.adapters is None else [self.adapters.summary(self.model)]),
             *_overrides(report),
             *([] if self.cutting is None else [str(self.cutting)]),

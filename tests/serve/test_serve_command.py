@@ -84,7 +84,7 @@ def test_a_checkpoint_without_a_tokenizer_is_said_at_the_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(make_config("llama", num_layers=1).to_hf()))
-    said = [f"{tmp_path} has no tokenizer.json: token ids only; --tokenizer names one"]
+    said = [f"{tmp_path} has no tokenizer.json: token ids only, which return_token_ids asks for; --tokenizer names one"]
     for tokenizer, messages in ((None, said), (tmp_path, [])):
         caplog.clear()
         Asked(tmp_path, tokenizer, HOW, EngineConfig()).check()
@@ -160,6 +160,14 @@ def test_a_chat_template_of_ones_own(tmp_path: Path) -> None:
         assert next(engine.model.parameters()).dtype == torch.float32
     with pytest.raises(ConfigError, match=r"--chat-template needs a tokenizer, and .* has none; give --tokenizer"):
         Asked(tmp_path / "ids alone", None, HOW, EngineConfig(), chat_template=tmp_path / "own.jinja").check()
+
+
+def test_what_is_served_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_model(make_model("llama", "bf16", num_layers=1), tmp_path)
+    how = HOW | {"quantization": "rowwise", "kv_cache_dtype": "fp8", "exact": True}
+    with caplog.at_level("INFO"):
+        Asked(tmp_path, None, how, EngineConfig(num_kv_pages=4)).build()
+    assert caplog.messages[-1] == "linears rowwise, attention bf16, 4 KV pages in fp8, exact"
 
 
 def test_the_ends_of_sequence_of_a_generation_config(tmp_path: Path) -> None:

@@ -296,7 +296,7 @@ def test_checkpoint_says_what_it_is(whole: TrainResult) -> None:
 def test_progress_is_plain_where_there_is_no_terminal(make_config, capsys):
     train(make_config(run={"steps": 3}))
     said = capsys.readouterr().err
-    assert "8 of 8 linears in FP8, 100.0% of linear FLOPs" in said
+    assert "8 of 8 linears in FP8, 100.0% of linear FLOPs (lm_head not counted)" in said
     assert "step 3/3  loss" in said
     assert "\x1b" not in said
 

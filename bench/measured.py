@@ -5,12 +5,14 @@ That template has sections (`<!-- section NAME -->`), and a page shows one betwe
 `{NAME;METRIC;FORM}`: NAME stands for a record and a case ("NAME = RECORD: CASE" at the template's top), FORM is
 Python's format of the row's value, with a word before it for another number: "peer" (the value of what was measured
 beside it), "gap" (the value less that), "low" and "high" (the row's spread), "percent" (100 times the value), "change"
-(100 times what it is above 1), "sequences" (tokens as sequences of 8192). A link to a record that is older than the
-code that it measured (bench.record_age) is marked so. In a page's prose a figure follows its mark,
-`<!-- {NAME;METRIC;FORM} -->`, and ends at `<!-- -->`. A test holds the pages to this.
+(100 times what it is above 1), "sequences" (tokens as sequences of 8192); of the last three one may follow another word.
+A link to a record that is older than the code that it measured (bench.record_age) has the dates of its rows behind it. In a
+page's prose a figure follows its mark, `<!-- {NAME;METRIC;FORM} -->`, and ends at `<!-- -->`. A test holds the pages to
+this.
 """
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -25,12 +27,12 @@ TEMPLATE = ROOT / "bench" / "measured.md"
 README = ROOT / "README.md"
 PAGES = (README, *(ROOT / "docs" / f"{name}.md" for name in ("results", "serving", "convergence")))
 _SECTION = re.compile(r"^<!-- section (\w+) -->\n", re.MULTILINE)
-_FIGURE = re.compile(r"\{([^{};]+);([^{};]+);(?:(\w+) )?([^{};]+)\}")
+_FIGURE = re.compile(r"\{([^{};]+);([^{};]+);(?:(\w+(?: \w+)?) )?([^{};]+)\}")
 _INLINE = re.compile(rf"(<!-- ({_FIGURE.pattern}) -->).*?(<!-- -->)", re.DOTALL)
 _NAMES = re.compile(r"<!--\n(.*?)-->\n", re.DOTALL)
-_LINK = re.compile(r"(\((?:\.\./)?bench/records/(\w+)\.json\))( \(older tree\))?")
+_LINK = re.compile(r"(\((?:\.\./)?bench/records/(\w+)\.json\))( \(\d{4}-\d\d-\d\d(?: to [\d-]+)?\))?")
 _FIELDS = {"peer": "peer_value", "low": "p20", "high": "p80"}
-_NUMBERS: dict[str | None, Callable[[float], float]] = {
+_NUMBERS: dict[str, Callable[[float], float]] = {
     "percent": lambda value: 100.0 * value,
     "change": lambda value: 100.0 * (value - 1.0),
     "sequences": lambda value: value / 8192,
@@ -82,26 +84,40 @@ def render(template: str, records: Path = RECORDS) -> str:
     loaded: dict[str, Figures] = {}
 
     def figure(match: re.Match[str]) -> str:
-        name, metric, word, form = match.groups()
+        name, metric, given, form = match.groups()
+        words = (given or "").split()
         record, _, case = names.get(name, "").strip().partition(": ")
         if record not in loaded:
             path = records / f"{record}.json"
             if not path.is_file():
                 raise ConfigError(f"{match.group()} names no record: {name} = {record or '?'}")
             loaded[record] = Figures.load(path)
-        value = loaded[record].value(case, metric, _FIELDS.get(word, "value"))
-        beside = loaded[record].value(case, metric, "peer_value") if word == "gap" else 0.0
+        field = next((_FIELDS[word] for word in words if word in _FIELDS), "value")
+        value = loaded[record].value(case, metric, field)
+        beside = loaded[record].value(case, metric, "peer_value") if "gap" in words else 0.0
         if value is None or beside is None:
             raise ConfigError(f"{record}.json has no {metric!r} of {case!r}, which {match.group()} wants")
         value -= beside
-        return format(_NUMBERS[word](value) if word in _NUMBERS else value, form)
+        for word in words:
+            value = _NUMBERS[word](value) if word in _NUMBERS else value
+        return format(value, form)
 
     return _mark_older(_FIGURE.sub(figure, template[head.end() :] if head else template))
 
 
 def _mark_older(text: str) -> str:
     older = load_older()
-    return _LINK.sub(lambda link: link.group(1) + (" (older tree)" if link.group(2) in older else ""), text)
+
+    def mark(link: re.Match[str]) -> str:
+        return link.group(1) + (f" ({_dates_of(link.group(2))})" if link.group(2) in older else "")
+
+    return _LINK.sub(mark, text)
+
+
+def _dates_of(record: str) -> str:
+    document = json.loads((RECORDS / f"{record}.json").read_text())
+    dates = sorted({row.get("date", document["date"]) for row in document["rows"]})
+    return " to ".join(dict.fromkeys((dates[0], dates[-1])))
 
 
 if __name__ == "__main__":

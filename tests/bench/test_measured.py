@@ -46,20 +46,24 @@ def test_a_figure_is_looked_up_and_formatted(tmp_path: Path) -> None:
     tokens = {**row, "metric": "tokens", "value": 147_500.0, "peer_value": None}
     about = {"what": "w", "device": "d", "torch": "1", "triton": "2", "commit": "c", "date": "today"}
     (tmp_path / "step.json").write_text(json.dumps({**about, "rows": [row, tokens]}))
-    forms = (".2f", "peer .0f", "percent .0f", "change +.0f", "gap .1f")
+    forms = (".2f", "peer .0f", "percent .0f", "change +.0f", "gap .1f", "peer percent .0f")
     text = HEAD + " ".join(f"{{x;time, x;{form}}}" for form in forms) + " {x;tokens;sequences .0f}"
-    assert render(text, tmp_path) == "0.78 2 78 -22 -1.2 18"
+    assert render(text, tmp_path) == "0.78 2 78 -22 -1.2 200 18"
     missing = {"{x;speed;.2f}": "has no 'speed'", "{x;tokens;gap .0f}": "has no 'tokens'"}
     for wrong, said in {**missing, "{y;speed;.2f}": "names no record"}.items():
         assert_raises(ConfigError, said, render, HEAD + wrong, tmp_path)
 
 
-def test_an_older_record_is_marked_in_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_record_is_marked_in_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.measured.load_older", lambda: {"step"})
+    about = {"date": "2026-11-22"}
+    (tmp_path / "step.json").write_text(json.dumps(about | {"rows": [{}, {"date": "2026-11-24"}]}))
+    monkeypatch.setattr("bench.measured.RECORDS", tmp_path)
+    dates = "2026-11-22 to 2026-11-24"
     text = render("[a](bench/records/step.json), [b](bench/records/sizes.json)")
-    assert text == "[a](bench/records/step.json) (older tree), [b](bench/records/sizes.json)"
-    prose = fill("[a](bench/records/step.json) says x, [b](bench/records/sizes.json) (older tree) y")
-    assert prose == "[a](bench/records/step.json) (older tree) says x, [b](bench/records/sizes.json) y"
+    assert text == f"[a](bench/records/step.json) ({dates}), [b](bench/records/sizes.json)"
+    prose = fill("[a](bench/records/step.json) says x, [b](bench/records/sizes.json) (2026-11-20) y")
+    assert prose == f"[a](bench/records/step.json) ({dates}) says x, [b](bench/records/sizes.json) y"
     assert fill(prose) == prose
 
 

@@ -13,8 +13,7 @@ from torch import nn
 from octavo.distributed.collectives import all_gather_into
 from octavo.distributed.shards import is_distributed, local, rows_of, shard_of
 from octavo.models.export import reshard
-from octavo.nn.linear import Linear
-from octavo.nn.live_weights import own_slices, slices_of
+from octavo.nn.live_weights import own_slices, slices_of, stop_watching
 from octavo.parallel.equal import sum_of_bits
 from octavo.parallel.gather import gathered, gathers_codes
 from octavo.parallel.slice_copies import SliceCopies
@@ -57,9 +56,7 @@ def give_memory(view: nn.Module, device: torch.device) -> None:
     """Let a view of a shell keep parameters of its own; weight_copies gives them values."""
     empty = {name: torch.empty_like(param, device=device) for name, param in view.named_parameters()}
     _put(view, {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in empty.items()})
-    for linear in view.modules():
-        if isinstance(linear, Linear):
-            linear.source.stop_watching()  # a view is octavo's own
+    stop_watching(view)  # it is octavo's own
 
 
 def weight_copies(model: nn.Module, view: nn.Module) -> Callable[[], list[str]]:

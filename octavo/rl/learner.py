@@ -15,6 +15,7 @@ from octavo.models import Decoder
 from octavo.models.export import reshard
 from octavo.models.scoring import joined_logprobs
 from octavo.nn.finite_weights import check_finite_weights
+from octavo.nn.live_weights import stop_watching
 from octavo.numerics.infinity import take_infinity
 from octavo.parallel import kept, set_last_backward
 from octavo.rl.config import RLConfig
@@ -142,6 +143,7 @@ class Learner:
         self.reference = reference
         self.config = config
         self.optimizer = MasterAdamW(model, config.trainer.optimizer)
+        stop_watching(model)
         self.num_updates = 0
         self.num_updates_begun = 0  # since the start of the process, also those that failed
         self.health = HealthMonitor(config.health)

@@ -18,6 +18,7 @@ from octavo.models.checkpoint.storage import check_writable
 from octavo.models.export import ModelExport
 from octavo.models.save import save_model
 from octavo.nn import ConversionReport
+from octavo.nn.live_weights import stop_watching
 from octavo.nn.load_balance import metrics_of
 from octavo.nn.router_watch import RouterWatch
 from octavo.parallel import CutReport, ShardReport, shard
@@ -190,6 +191,7 @@ class _Run:
             )
         optimizer, is_async = MasterAdamW(model, config.optimizer), config.checkpoint.async_mode == "async"
         optimizer.state_cuts()  # what it refuses is refused before the first step
+        stop_watching(model)
         folder = config.run.dir / CHECKPOINTS
         store = CheckpointStore(folder, config.checkpoint.keep, mesh, is_async=is_async, optimizer=optimizer)
         routers = watch_routers(model, config.model, measures=True)

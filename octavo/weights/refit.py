@@ -14,7 +14,7 @@ import torch
 from octavo.errors import ExactnessError
 from octavo.models import Decoder
 from octavo.nn.finite_weights import check_finite_weights
-from octavo.nn.live_weights import renew_codes
+from octavo.nn.live_weights import renew_codes, stop_watching
 from octavo.numerics import Numerics
 
 
@@ -83,6 +83,7 @@ def share_weights(model: Decoder, numerics: Numerics) -> Decoder:
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     view = copy.deepcopy(model, shared)
     view.set_numerics(numerics)
+    stop_watching(view)  # a refit tells it of new weights
     return view
 
 

@@ -10,6 +10,7 @@ import torch
 import octavo
 from octavo import nn
 from octavo.errors import StaleCodesError
+from octavo.nn.live_weights import stop_watching
 from octavo.nn.weights.write_watch import WriteWatch
 from tests.assertions import assert_raises
 from tests.recipes import FP8_RECIPES as RECIPES
@@ -96,6 +97,19 @@ def test_later_steps_cost_nothing(monkeypatch: pytest.MonkeyPatch, is_frozen: bo
     model[0].weight.data.mul_(2.0)
     step(model)
     with pytest.raises(StaleCodesError, match=r"; 0\.weight changed"):
+        nn.check_weights(model)
+
+
+def test_a_trainer_of_its_own_weights_pays_for_no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("rowwise")
+    step(model)
+    stop_watching(model)
+    monkeypatch.setattr(WriteWatch, "_sum", lambda *_: pytest.fail("a sum was taken"))
+    step(model)
+    train(model, 3)
+    step(model)
+    model[2].weight.data.mul_(2.0)
+    with pytest.raises(StaleCodesError, match=r"; 2\.weight changed"):  # which is still found on demand
         nn.check_weights(model)
 
 

@@ -10,6 +10,7 @@ import torch
 from octavo.distributed.mesh import Mesh
 from octavo.errors import ConfigError, ExactnessError
 from octavo.models import Decoder, sequence_logprobs
+from octavo.nn.weights.write_watch import WriteWatch
 from octavo.rl import learner
 from octavo.rl.config import RLConfig
 from octavo.rl.correction import CorrectionSection
@@ -239,3 +240,18 @@ def test_host_math_beside_a_gpu_takes_one_thread_and_gives_the_others_back() -> 
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_no_sums_are_taken_of_weights_that_only_the_learner_writes(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = trainer_config(tmp_path, recipe="blockwise")
+    model, _ = policy
+    model.set_numerics(config.trainer_numerics)
+    it, sampler = Learner(model, config), share_weights(model, config.trainer_numerics)
+    monkeypatch.setattr(WriteWatch, "_sum", lambda *_: pytest.fail("a sum was taken"))
+    rollouts = sampled(model)
+    logprobs(sampler, rollouts)
+    logprobs(sampler, rollouts)
+    learn(it, rollouts)
+    assert it.num_updates == 2

@@ -120,6 +120,10 @@ class GatheredWeight(WeightSource):
         self._hollow_at = made.data_ptr()
         return made
 
+    def stop_watching(self) -> None:
+        if self.unit is not None:
+            self.unit.stop_watching()
+
     def replace_weight(self, weight: Any) -> None:
         """See WeightSource: the sharded parameter gets its hooks, and the gathered one loses its memory."""
         if weight is not None and weight is self._sharded:

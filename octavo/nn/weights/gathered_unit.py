@@ -56,6 +56,10 @@ class GatheredUnit:
             self._make()
         return self._made.pop(source)
 
+    def stop_watching(self) -> None:
+        """See WeightSource."""
+        self._watch.end()
+
     def forget(self) -> None:
         """Hold on to no shard: some weight gets another."""
         self._batch = None

@@ -61,7 +61,7 @@ def render(name: str, figures: Figures) -> str:
     source = f"[{name}.json](../bench/records/{name}.json)"
     return (
         f"{_table(name, figures)}\n\n![{name}]({PLOT_FOLDER}/{name}.svg)\n\n"
-        f"{figures.document['what']} {figures.provenance()} Record: {source}."
+        f"{figures.document['what'].rstrip('.')}. {figures.provenance()} Record: {source}."
     )
 
 

@@ -94,7 +94,8 @@ def print_result(result: TrainResult) -> None:
     if not model.is_dir():  # of a run with adapters that has not ended
         return
     chat = "--chat " if (model / "tokenizer.json").is_file() and load_tokenizer(model).chat_template else ""
-    console.print(f"sample from it: octavo generate {model} {chat}-p ...", soft_wrap=True)
+    run = result.checkpoint.parent.parent
+    console.print(f'sample from it: octavo generate {run} {chat}-p "..."; serve it: octavo serve {run}', soft_wrap=True)
 
 
 def _left_unread(data: DataSection) -> Iterator[str]:

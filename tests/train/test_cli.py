@@ -33,6 +33,8 @@ def test_runs_resumes_and_starts_anew(config, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr()
     assert "perplexity" in said.out
     assert f"checkpoint {checkpoints / 'step-00000004'}" in said.out
+    run = checkpoints.parent
+    assert f'octavo generate {run} -p "..."; serve it: octavo serve {run}' in said.out
     assert octavo_train(monkeypatch, config, "--set", "run.steps=6") == 0
     assert "resuming after step 4" in capsys.readouterr().err
     assert (checkpoints / "LATEST").read_text() == "step-00000006\n"

@@ -5,10 +5,10 @@ That template has sections (`<!-- section NAME -->`), and a page shows one betwe
 `{NAME;METRIC;FORM}`: NAME stands for a record and a case ("NAME = RECORD: CASE" at the template's top), FORM is
 Python's format of the row's value, with a word before it for another number: "peer" (the value of what was measured
 beside it), "gap" (the value less that), "low" and "high" (the row's spread), "percent" (100 times the value), "change"
-(100 times what it is above 1), "sequences" (tokens as sequences of 8192); of the last three one may follow another word.
-A link to a record that is older than the code that it measured (bench.record_age) has the dates of its rows behind it. In a
-page's prose a figure follows its mark, `<!-- {NAME;METRIC;FORM} -->`, and ends at `<!-- -->`. A test holds the pages to
-this.
+(100 times what it is above 1), "sequences" (tokens as sequences of 8192); one of the last three may follow another
+word. A link to a record that is older than the code that it measured (bench.record_age) has the dates of its rows
+behind it. In a page's prose a figure follows its mark, `<!-- {NAME;METRIC;FORM} -->`, and ends at `<!-- -->`. A test
+holds the pages to this.
 """
 
 import argparse

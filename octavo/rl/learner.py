@@ -143,7 +143,7 @@ class Learner:
         self.reference = reference
         self.config = config
         self.optimizer = MasterAdamW(model, config.trainer.optimizer)
-        stop_watching(model)
+        stop_watching(model)  # which nothing else writes
         self.num_updates = 0
         self.num_updates_begun = 0  # since the start of the process, also those that failed
         self.health = HealthMonitor(config.health)
@@ -172,7 +172,8 @@ class Learner:
         size = len(rollouts) // self.config.num_minibatches
         before = self._look_before(rollouts, advantages, size, step)
         probe = CorrectionProbe(self.model) if measures else None
-        first = _Span(rollouts, before.of_first, 0, size, is_on_policy=True)
+        chunk = self.config.trainer.micro_batch_sequences
+        first = _Span(rollouts, before.of_first, 0, size, is_on_policy=True).split(chunk)
         own, shares = self._add_gradients(first, step, probe)
         trainer_logprobs = before.complete(own)
         checked = self._measure_mismatch(rollouts, trainer_logprobs, before.num_checked)  # while the GPU computes
@@ -182,9 +183,9 @@ class Learner:
         effect = {} if probe is None else probe.metrics()
         metrics = [sums | effect | self._make_update(status)]
         for start in range(size, len(rollouts), size):
-            minibatch = _Span(rollouts, before.tokens, start, start + size, is_on_policy=False)
-            _, shares = self._add_gradients(minibatch, step, None)
-            sums = self._clip_gradients(minibatch, shares, step)
+            pieces = _Span(rollouts, before.tokens, start, start + size, is_on_policy=False).split(chunk)
+            _, shares = self._add_gradients(pieces, step, None)
+            sums = self._clip_gradients(pieces, shares, step)
             metrics.append(sums | self._make_update(status))
         names = {name: None for row in metrics for name in row}
         values = {name: [row[name] for row in metrics if name in row] for name in names}
@@ -272,17 +273,18 @@ class Learner:
         return torch.cat(pieces)
 
     def _add_gradients(
-        self, minibatch: "_Span", step: int, probe: CorrectionProbe | None
+        self, pieces: list["_Span"], step: int, probe: CorrectionProbe | None
     ) -> tuple[torch.Tensor, list[_Shares]]:
         """The gradients of an optimizer step; a GPU may not have them yet.
 
+        Args:
+            pieces: the minibatch's micro-batches.
         Returns:
             (the minibatch's logprobs, this rank's shares of its metrics by micro-batch).
         """
         self.optimizer.zero_grad()
         logprobs, shares = [], list[_Shares]()
-        num_tokens = sum(map(len, minibatch.rollouts.sequences[minibatch.start : minibatch.stop]))
-        pieces = self._pieces(minibatch)
+        num_tokens = sum(map(len, pieces[0].rollouts.sequences[pieces[0].start : pieces[-1].stop]))
         rank, num_ranks = self.mesh.rank, self.mesh.world_size
         try:
             for first in range(0, len(pieces), num_ranks):
@@ -298,12 +300,8 @@ class Learner:
             set_last_backward(self.model, True)  # an error must not leave the model waiting for another one
         return torch.cat(logprobs), shares
 
-    def _pieces(self, minibatch: "_Span") -> list["_Span"]:
-        return minibatch.split(self.config.trainer.micro_batch_sequences)
-
-    def _clip_gradients(self, minibatch: "_Span", shares: list[_Shares], step: int) -> dict[str, float]:
+    def _clip_gradients(self, pieces: list["_Span"], shares: list[_Shares], step: int) -> dict[str, float]:
         """Clip what _add_gradients left; its metrics, for which the device is waited for."""
-        pieces = self._pieces(minibatch)
         norm = self.optimizer.clip_gradients(self.config.trainer.optimizer.max_grad_norm)
         grad_norm, is_infinite = torch.stack([norm, take_infinity(norm.device)]).tolist()
         sums, on_host = dict[str, float](), [(own, None if x is None else x.cpu()) for own, x in shares]

@@ -191,7 +191,7 @@ class _Run:
             )
         optimizer, is_async = MasterAdamW(model, config.optimizer), config.checkpoint.async_mode == "async"
         optimizer.state_cuts()  # what it refuses is refused before the first step
-        stop_watching(model)
+        stop_watching(model)  # which nothing else writes
         folder = config.run.dir / CHECKPOINTS
         store = CheckpointStore(folder, config.checkpoint.keep, mesh, is_async=is_async, optimizer=optimizer)
         routers = watch_routers(model, config.model, measures=True)

@@ -12,6 +12,7 @@ import octavo
 from octavo import nn
 from octavo.distributed.mesh import Mesh, ParallelSection
 from octavo.errors import ConfigError, RecipeError, StaleCodesError
+from octavo.nn.live_weights import stop_watching
 from octavo.nn.weights.gathered import GatheredWeight
 from octavo.numerics import get_recipe
 from octavo.parallel import gathered, shard
@@ -41,14 +42,18 @@ def noticed(mesh: Mesh) -> dict[str, Any]:
         states = [v for state in optimizer.state.values() for v in state.values() if hasattr(v, "_local_tensor")]
         found.setdefault("states", []).extend(type(v._local_tensor).__name__ for v in states)
 
-    def unnoticed(model: torch.nn.Module) -> None:
+    def unnoticed(model: torch.nn.Module, name: str = "seen") -> None:
         halve(lambda p: p.to_local().data)(model)
         try:
             model(draw(0, 0))
-            found["seen"] = "nothing"
+            found[name] = "nothing"
         except StaleCodesError as error:
-            found["seen"] = str(error)
+            found[name] = str(error)
         nn.mark_weights_updated(model)
+
+    def unwatched(model: torch.nn.Module) -> None:
+        stop_watching(model)
+        unnoticed(model, "unwatched")
 
     writes = {
         "foreach": functools.partial(step, foreach=True),
@@ -60,6 +65,7 @@ def noticed(mesh: Mesh) -> dict[str, Any]:
             {k: v * 0.5 for k, v in model.state_dict().items()}, assign=True
         ),
         "unnoticed": unnoticed,
+        "unwatched": unwatched,
     }
     for recipe in ("blockwise", "tensorwise"):
         for name, write in writes.items():
@@ -260,7 +266,8 @@ def test_writes_are_noticed(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         states, seen = found["noticed"].pop("states"), found["noticed"].pop("seen")
         assert set(states) == {"Tensor"} and "mark_weights_updated" in seen
-        assert len(found["noticed"]) == 14 and all(found["noticed"].values()), found["noticed"]
+        assert found["noticed"].pop("unwatched") == "nothing"
+        assert len(found["noticed"]) == 16 and all(found["noticed"].values()), found["noticed"]
 
 
 def test_a_version_has_one_scale(ranks: list[dict[str, Any]]) -> None:

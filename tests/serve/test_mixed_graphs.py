@@ -147,7 +147,9 @@ def test_a_size_between_takes_the_next_larger_one(monkeypatch: pytest.MonkeyPatc
     assert run(graphs, (0, 500)) == (512, 16)
 
 
-def test_what_cannot_be_captured_is_left_to_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_captured_is_left_to_pieces(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     graphs = make_graphs(monkeypatch)
     assert [run(graphs, (0, 60)) for _ in range(2)] == [None, (64, 16)]
     assert graphs.most_tokens == 1024
@@ -157,6 +159,7 @@ def test_what_cannot_be_captured_is_left_to_pieces(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(EagerMixedGraphs, "_capture", fail)
     assert not graphs.prepare_next()
+    assert caplog.messages[-1].endswith("and steps of other sizes are computed as longer prompts are: it waits")
     assert graphs.obstacle == "it waits" and graphs.most_tokens == 0 and not graphs.missing()
     assert run(graphs, (0, 60)) == (64, 16)  # what is there stays
     assert run(graphs, (0, 600)) == "pieces"

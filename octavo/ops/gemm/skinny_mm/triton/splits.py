@@ -55,9 +55,12 @@ def add_parts(parts, arrivals, tile, num_splits, ROWS: tl.constexpr, COLS: tl.co
     tl.store(arrivals + tile, 0)  # as the next call wants it
     inside = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
     acc = tl.zeros([ROWS, COLS], tl.float32)
-    for split in range(num_splits):
-        places = (tile * num_splits + split).to(tl.int64) * (ROWS * COLS)
-        acc += tl.load(parts + places + inside, cache_modifier=".cg")
+    places = parts + (tile * num_splits).to(tl.int64) * (ROWS * COLS) + inside
+    for split in range(0, num_splits, 2):  # two are fetched at once, and added one after the other
+        part = tl.load(places + split * (ROWS * COLS), cache_modifier=".cg")
+        has_next = split + 1 < num_splits
+        next_part = tl.load(places + (split + 1) * (ROWS * COLS), mask=has_next, other=0.0, cache_modifier=".cg")
+        acc = acc + part + next_part
     return acc
 
 

@@ -40,7 +40,7 @@ def test_a_short_run_keeps_every_promise(tmp_path: Path, monkeypatch: pytest.Mon
     seen: list[DemoResults] = []
     write = demo_run.write_report
     monkeypatch.setattr(demo_run, "write_report", lambda results, path: seen.append(results) or write(results, path))
-    shorter = {"_MAX_STEPS": reinforce._MIN_STEPS, "_MAX_WARMUP_STEPS": 120, "_TIMED_STEPS": 2}
+    shorter = {"_MIN_STEPS": 3, "_MAX_STEPS": 3, "_MAX_WARMUP_STEPS": 40, "_TIMED_STEPS": 2}
     for name, number in shorter.items():
         monkeypatch.setattr(reinforce, name, number)
     monkeypatch.setattr(pretrain, "_MAX_STEPS", pretrain._MIN_STEPS)

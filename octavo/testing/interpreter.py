@@ -63,16 +63,11 @@ def _patch() -> None:
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder
-    _remember_types(tl)
-    stock_stored = interpreter._get_np_dtype
-    stored_scalar = functools.cache(stock_stored)
+    _remember_types(interpreter, tl)
+    stored = interpreter._get_np_dtype
     fp8 = {tl.float8e4nv: ml_dtypes.float8_e4m3fn, tl.float8e5: ml_dtypes.float8_e5m2}
     packed = {tl.bfloat16: ml_dtypes.bfloat16, **fp8}  # kept as unsigned integers by the interpreter
     stock = {name: getattr(builder, name) for name in ("binary_op", "unary_op", "create_clampf")}
-
-    def stored(dtype: Any) -> Any:
-        scalar = dtype.scalar
-        return stock_stored(scalar) if isinstance(scalar, tl.pointer_type) else stored_scalar(scalar)
 
     def is_packed(handle: Any) -> bool:
         return handle.data.dtype in (np.uint8, np.uint16) and handle.dtype.scalar in packed
@@ -135,7 +130,6 @@ def _patch() -> None:
         # 3.6 makes an int of an array, which numpy 2.4 refuses.
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
-    interpreter._get_np_dtype = stored
     interpreter._patch_lang_tensor = patch_tensor
     interpreter.InterpretedFunction.__call__ = call_nested
     builder.cast_impl = cast
@@ -149,27 +143,37 @@ def _patch() -> None:
         setattr(builder, name, elementwise(name))
 
 
-def _remember_types(tl: Any) -> None:
-    """Let a block's type and a tensor's shape be worked out once for each shape: a third of the interpreter's time."""
-    types: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
-    tensors: dict[tuple[int, ...], dict[str, Any]] = {}
-    make_type, make_tensor = tl.block_type.__init__, tl.tensor.__init__
+def _remember_types(interpreter: Any, tl: Any) -> None:
+    """Let types of numpy and of blocks, and shapes, be worked out once and not at every operation: a third of all time.
 
-    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
-        if type(element_ty) is not tl.dtype:  # a pointer, whose name does not say all
-            make_type(self, element_ty, shape)
+    Pointers are left out: two of one name may differ.
+    """
+    blocks: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+    shapes: dict[tuple[int, ...], dict[str, Any]] = {}
+    stock, make_block, make_tensor = interpreter._get_np_dtype, tl.block_type.__init__, tl.tensor.__init__
+    stored = functools.cache(stock)
+
+    def np_dtype(dtype: Any) -> Any:
+        scalar = dtype.scalar
+        return stock(scalar) if isinstance(scalar, tl.pointer_type) else stored(scalar)
+
+    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+        if type(element_ty) is not tl.dtype:
+            make_block(self, element_ty, shape)
             return
         sizes = tuple(getattr(size, "value", size) for size in getattr(shape, "value", shape))
-        if (key := (element_ty.name, sizes)) not in types:
-            make_type(self, element_ty, shape)
-            types[key] = vars(self).copy()
-        vars(self).update(types[key])
+        if (key := (element_ty.name, sizes)) in blocks:
+            vars(self).update(blocks[key])
+        else:
+            make_block(self, element_ty, shape)
+            blocks[key] = vars(self).copy()
 
-    def init_tensor(self: Any, handle: Any, type: Any) -> None:  # triton's name for it
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:  # triton's names
         sizes = tuple(type.shape) if type.is_block() else ()
-        if sizes not in tensors:
+        if sizes in shapes:
+            vars(self).update(shapes[sizes], handle=handle, type=type, dtype=type.scalar)
+        else:
             make_tensor(self, handle, type)
-            tensors[sizes] = {name: value for name, value in vars(self).items() if name in ("shape", "numel")}
-        vars(self).update(tensors[sizes], handle=handle, type=type, dtype=type.scalar)
+            shapes[sizes] = {name: vars(self)[name] for name in ("shape", "numel")}
 
-    tl.block_type.__init__, tl.tensor.__init__ = init_type, init_tensor
+    interpreter._get_np_dtype, tl.block_type.__init__, tl.tensor.__init__ = np_dtype, init_block, init_tensor

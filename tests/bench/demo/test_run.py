@@ -44,7 +44,7 @@ def test_a_short_run_keeps_every_promise(tmp_path: Path, monkeypatch: pytest.Mon
     for name, number in shorter.items():
         monkeypatch.setattr(reinforce, name, number)
     monkeypatch.setattr(pretrain, "_MAX_STEPS", pretrain._MIN_STEPS)
-    monkeypatch.setattr(reinforce, "WarmupSection", functools.partial(WarmupSection, check_every=40))
+    monkeypatch.setattr(reinforce, "WarmupSection", functools.partial(WarmupSection, check_every=13))
     context = forks.context()  # has the imports
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
     with (tmp_path / "log").open("w") as log:

@@ -22,9 +22,9 @@ from octavo.ops.moe.reference import num_rows, scale_layout
 MAX_EXPERTS = 512  # a program holds every expert of a few tokens
 FEW_TOKENS, FEW_SLOTS = 512, 16  # up to here latency counts: a warp a token, then a program an expert
 TOKENS_A_PASS = 256  # of place_few_rows: one a thread
-CHOOSE_WARPS, PLACE_WARPS, COPY_WARPS = 4, 8, 4
-COUNTS_A_CHUNK = 8192
-PLACE_PROGRAMS = 128  # one wave, in which each adds up all counts
+CHOOSE_WARPS, PLACE_FEW_WARPS, PLACE_WARPS, COPY_WARPS = 4, 8, 4, 4
+COUNTS_A_CHUNK = 4096
+PLACE_PROGRAMS = 256  # one wave, in which each adds up all counts
 PLACES_A_TILE = 16384  # a slot has a place for every expert
 MOST_SLOTS_A_TILE = 128
 FILL = 256
@@ -160,14 +160,15 @@ def place_rows(
     pid = tl.program_id(0)
     e = tl.arange(0, EXPERTS)
     is_expert = (e < E)[None, :]
-    every = tl.zeros([EXPERTS], tl.int32)
-    earlier = tl.zeros([EXPERTS], tl.int32)
+    sums = tl.zeros([CHUNK, EXPERTS], tl.int32)  # of threads' own counts, which meet once
+    earlier_sums = tl.zeros([CHUNK, EXPERTS], tl.int32)
     for start in range(0, num_counts, CHUNK):
         block = start + tl.arange(0, CHUNK)
         places = counts + block[:, None] * E + e[None, :]
         part = tl.load(places, mask=(block < num_counts)[:, None] & is_expert, other=0).to(tl.int32)
-        every += tl.sum(part, axis=0)
-        earlier += tl.sum(tl.where((block < pid * own_counts)[:, None], part, 0), axis=0)
+        sums += part
+        earlier_sums += tl.where((block < pid * own_counts)[:, None], part, 0)
+    every, earlier = tl.sum(sums, axis=0), tl.sum(earlier_sums, axis=0)
     padded = (every + alignment - 1) // alignment * alignment
     ends = tl.cumsum(padded, axis=0)
     if pid == 0:
@@ -262,7 +263,7 @@ def moe_routing(
             early = can_begin_early(device)
             launch = launcher_of(
                 place_few_rows, ALIGNMENT=alignment, TOP_K=top_k, TOKENS=TOKENS_A_PASS, SLOTS=places, EXPERTS=width,
-                EARLY=early, launch_pdl=early, num_warps=PLACE_WARPS,
+                EARLY=early, launch_pdl=early, num_warps=PLACE_FEW_WARPS,
             )  # fmt: skip
             launch((E + 1,), rows, slots, offsets, short_experts, T)
         else:

@@ -39,7 +39,7 @@ TENSOR_AMAX_LOOP = (4, 1, 1)
 EXCHANGE_WARPS = 2
 
 # And where experts' rows are added up: the fewer of a row's elements a thread has, the sooner it asks for all rows.
-EXPERT_WARPS = 4
+EXPERT_WARPS = 2
 
 ROW_LOCAL_KINDS = ("per_row", "block_1x128", "mx_1x32")
 

@@ -6,7 +6,7 @@ import re
 OTHER = "other"
 # Of octavo's Triton kernels, by their whole names: a library's may hold one of them.
 OURS = {
-    "attention": "attend_tiles",
+    "attention": "attend_tiles varlen_tiles",
     "attention, backward": "delta_rows key_gradients query_gradients",
     "attention, cache read": "kv_rows",
     "QK-norm, RoPE, cache write": "qkv_rows",

@@ -64,7 +64,7 @@ FEATURES = {
     "Inference engine": {
         "vLLM's keywords, requests' outputs, `LLM.chat`": "serve/keywords.py serve/outputs.py serve/llm.py "
         "serve/model_choice.py serve/prompts.py",
-        "prompts in CUDA graphs, long prompts through torch's kernels, warm-up": "serve/engine/prompt_graphs.py "
+        "prompts in CUDA graphs, prompts over packed keys, warm-up": "serve/engine/prompt_graphs.py "
         "serve/engine/mixed_graphs.py serve/engine/mixed_inputs.py "
         "serve/engine/varlen_prefill.py serve/engine/prompt_warm_up.py serve/engine/graph_capture.py "
         "serve/compile_ahead.py serve/stand_in.py serve/kernel_processes.py serve/kernel_list.py",

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.numerics import Numerics, get_recipe
+from octavo.numerics import Numerics, QuantizedTensor, Scaling, get_recipe
 from octavo.ops.gemm.scaled_mm import unpadded_rows
 from octavo.serve.engine import graph_capture, prompt_graphs
 from octavo.serve.engine.paged_context import PagedContext
@@ -127,9 +127,12 @@ def test_every_attention_ends_a_piece(family: str, monkeypatch: pytest.MonkeyPat
     inputs[2].fill_(-1)
     heads = model.config.num_heads, model.config.head_dim
     recorder: Any = FakeRecorder()
-    between = prompt_graphs._Between(inputs, layers, torch.zeros(8, *heads, dtype=model.dtype), recorder)
+    places = prompt_graphs.AttendedPlaces(16, model)
+    between = prompt_graphs._Between(inputs, layers, places, recorder)
     with torch.no_grad():
         hidden = model(inputs[0], between)
+    for stop in between.stops:
+        assert isinstance(stop.out, torch.Tensor) and stop.out.data_ptr() == places.rows(8).data_ptr()
     assert hidden.shape == (8, model.config.hidden_size)
     assert between.pieces == list(range(1, model.config.num_layers + 1))
     assert [stop.layer_index for stop in between.stops] == list(range(model.config.num_layers))
@@ -137,6 +140,31 @@ def test_every_attention_ends_a_piece(family: str, monkeypatch: pytest.MonkeyPat
     assert {stop.softmax_scale for stop in between.stops} == {model.config.head_dim**-0.5}
     for layer, held in zip(layers, before, strict=True):
         assert torch.equal(layer.k, held)  # nobody's tokens are not cached
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_attentions_leave_codes_where_the_kernel_does(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama", "blockwise", exact=exact, device=torch.device("cpu"))
+    layers = LLM(model, max_num_seqs=2, max_num_batched_tokens=64, num_kv_pages=4).engine.model_runner.layers
+    monkeypatch.setattr(prompt_graphs, "borrow", lambda x: x)
+    monkeypatch.setattr(prompt_graphs, "stores_codes", lambda q, scaling: scaling == Scaling.block_1x128())
+    inputs = torch.full((3, 8), -1)
+    inputs[:2] = 0
+    recorder: Any = FakeRecorder()
+    places = prompt_graphs.AttendedPlaces(16, model)
+    between = prompt_graphs._Between(inputs, layers, places, recorder)
+    with torch.no_grad():
+        assert model(inputs[0], between).isfinite().all()
+    width = model.config.num_heads * model.config.head_dim
+    for stop in between.stops:
+        if exact:
+            assert isinstance(stop.out, torch.Tensor)
+            continue
+        assert isinstance(stop.out, QuantizedTensor) and stop.out.shape == (8, width)
+        assert stop.out.scale.stride() == (1, 8)
+        assert stop.out is places.codes(8, Scaling.block_1x128())
+    small, large = (places.codes(num, Scaling.block_1x128()) for num in (4, 16))
+    assert small.qdata.data_ptr() == large.qdata.data_ptr() and small.scale.stride() == (1, 4)
 
 
 def test_a_replay_hands_each_attention_its_queries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,14 +180,13 @@ def test_a_replay_hands_each_attention_its_queries(monkeypatch: pytest.MonkeyPat
     class Context:
         positions, slot_mapping = torch.arange(3), torch.tensor([7, 8, 9])
 
-        def attend_cached(self, layer: int, q: torch.Tensor, *, softmax_scale: float) -> torch.Tensor:
+        def attend_into(self, out: torch.Tensor, layer: int, q: torch.Tensor, *, softmax_scale: float) -> None:
             calls.append((layer, q.shape, softmax_scale))
-            return q + 1
+            out.copy_(q + 1)
 
-    graphs = object.__new__(PromptGraphs)
-    graphs._attended = torch.zeros(8, 1, 2)
+    graphs, attended = object.__new__(PromptGraphs), torch.zeros(4, 1, 2)
     inputs = torch.full((3, 4), 5)
-    stops = [Stop(i, torch.full((4, 1, 2), float(i)), 0.5) for i in range(2)]
+    stops = [Stop(i, torch.full((4, 1, 2), float(i)), 0.5, attended) for i in range(2)]
     pieces: Any = [Piece(name) for name in "abc"]
     context: Any = Context()
     step = prompt_graphs.StepPieces(inputs, pieces, stops, torch.arange(8.0).view(4, 2))
@@ -167,19 +194,22 @@ def test_a_replay_hands_each_attention_its_queries(monkeypatch: pytest.MonkeyPat
     assert calls == ["a", (0, (3, 1, 2), 0.5), "b", (1, (3, 1, 2), 0.5), "c"]
     assert torch.equal(hidden, torch.arange(6.0).view(3, 2))
     assert inputs.tolist() == [[1, 2, 3, 5], [0, 1, 2, 5], [7, 8, 9, -1]]
-    assert torch.equal(graphs._attended[:3], torch.full((3, 1, 2), 2.0))
+    assert torch.equal(attended, torch.tensor([2.0, 2.0, 2.0, 0.0]).view(4, 1, 1).expand(4, 1, 2))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gptj"])
-@pytest.mark.parametrize("is_warm", [False, True])
-def test_pieces_change_no_bit_on_a_gpu(family: str, is_warm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"vocab_size": 128, "intermediate_size": 384, "head_dim": 64}
+@pytest.mark.parametrize(("exact", "is_warm"), [(True, False), (True, True), (False, True)])
+def test_pieces_change_no_bit_on_a_gpu(
+    family: str, exact: bool, is_warm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exact; else what they are filled up to may take another GEMM, and attention leaves them codes."""
+    sizes = {"vocab_size": 128, "intermediate_size": 384, "head_dim": 64 if exact else 128}
     if family == "qwen3_moe":
         sizes["moe_intermediate_size"] = 192  # no multiple of a block
-    model = make_model(family, "blockwise", exact=True, device=torch.device("cuda"), **sizes)
+    model = make_model(family, "blockwise", exact=exact, device=torch.device("cuda"), **sizes)
     prompts = [prompt * 4 for prompt in random_prompts(12, seed=3)]  # in chunks, beside sequences that decode
-    params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=0)
+    params = SamplingParams(temperature=float(exact), max_tokens=8, ignore_eos=True, logprobs=0)
     replayed: list[int] = []
     replay = PromptGraphs._replay
 
@@ -196,4 +226,9 @@ def test_pieces_change_no_bit_on_a_gpu(family: str, is_warm: bool, monkeypatch: 
             llm.engine.warm_up()
         found.append([output.outputs for output in llm.generate(prompts, params)])
         assert bool(replayed) != enforce_eager
-    assert found[0] == found[1]
+    if exact:
+        assert found[0] == found[1]
+        return
+    alone, together = ([token for outputs in each for out in outputs for token in out.token_ids] for each in found)
+    agreeing = sum(a == b for a, b in zip(alone, together, strict=True))
+    assert agreeing >= 0.75 * len(alone), (agreeing, alone, together)  # rows in wrong places would leave 1 in 100

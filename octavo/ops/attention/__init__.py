@@ -43,7 +43,6 @@ __all__ = [
     "allocate_kv_layer",
     "attention_batch",
     "attention_mixed",
-    "attention_of_last_tokens",
     "attention_packed",
     "attention_packed_backward",
     "attention_paged",
@@ -133,35 +132,6 @@ def attention_packed(
     (k, k_scale), (v, v_scale) = ((layout.pad(x).transpose(1, 2), layout.pad(s).transpose(1, 2)) for x, s in fixed)
     visible = layout.pad(layout.offset + 1)  # [B, L]
     return _attend_exactly(q, layout, (k, v, k_scale, v_scale), visible, softmax_scale, is_fp8=is_fp8)
-
-
-def attention_of_last_tokens(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: PackedLengths,
-    key_lengths: PackedLengths,
-    *,
-    softmax_scale: float,
-) -> torch.Tensor:
-    """Causal attention through torch's kernels of each sequence's last tokens over all of its own.
-
-    Args:
-        q: [T, H, D], 16 or 32 bits.
-        k: [Tk, KH, D], same dtype; H a multiple of KH.
-        v: as k.
-        lengths: of the queries.
-        key_lengths: of the keys, none shorter than its queries.
-    Returns:
-        [T, H, D] of q's dtype.
-    Raises:
-        ShapeError: if heads, tokens and lengths do not fit together.
-    """
-    _check_heads(q[:0], k[:0], v[:0], 3)
-    lengths.check(q.shape[0])
-    key_lengths.check(k.shape[0])
-    key_lengths.check(v.shape[0])
-    return attend_packed(q, k, v, lengths, softmax_scale, True, key_lengths) if q.numel() else torch.zeros_like(q)
 
 
 def attention_packed_backward(

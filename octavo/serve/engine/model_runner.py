@@ -28,7 +28,6 @@ from octavo.serve.engine.prompt_warm_up import plan_decodes, plan_warm_up
 from octavo.serve.engine.sampler import Scores, most_logprobs, read, report
 from octavo.serve.engine.scheduler import Chunk
 from octavo.serve.engine.slots import Slots
-from octavo.serve.engine.varlen_prefill import long_batches, long_length, prepare_batch
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +64,9 @@ class ModelRunner:
         self.adjustments = LogitsProcessor(config.max_num_seqs, model.config.vocab_size, model.device)
         num_pages = layers[0].k.shape[0]
         self.choices = RoutedExpertsRecorder(model, num_pages) if config.enable_return_routed_experts else None
-        self._max_chunk, self._longest = config.max_num_batched_tokens, max_model_len
+        self._longest = max_model_len
         most_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
         self.warm_up_steps = plan_warm_up(config.max_num_seqs, most_tokens)
-        self._prepared: set[tuple[int, int]] = set()
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
@@ -89,11 +87,11 @@ class ModelRunner:
         Args:
             chunks: at least one. Where a sequence has a grammar, all its tokens must be known.
         Returns:
-            The step, its chunks in the order in which they are computed: single tokens first, long prompts last.
+            The step, its chunks in the order in which they are computed: single tokens first.
         """
         is_decode = all(map(_is_decode, chunks))
         if not is_decode:
-            chunks = sorted(chunks, key=lambda chunk: (chunk.num_tokens > 1, long_length(chunk.start, chunk.end)))
+            chunks = sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)
         sequences = [chunk.sequence for chunk in chunks]
         slots = self.slots.place(sequences)
         self.adjustments.place(sequences, slots)
@@ -133,8 +131,6 @@ class ModelRunner:
             return False
         if self.warm_up_steps and table is None:  # whose scales count what is written
             self._run_warm_up_step()
-            return True
-        if self._prepare_prompts(max_len):
             return True
         if self.graphs is not None and self.graphs.prepare_next(num_seqs, max_len, least_seqs, sparse=sparse):
             return True
@@ -183,20 +179,6 @@ class ModelRunner:
             self.warm_up_steps = [each for each in self.warm_up_steps if each.num_tokens < step.num_tokens]
             text = "no warm-up of steps of %d tokens and more: %s; lower gpu_memory_utilization"
             logger.warning(text, step.num_tokens, str(error).splitlines()[0])
-
-    def _prepare_prompts(self, max_len: int) -> bool:
-        """Prepare one batch of long prompts; False where all are ready."""
-        if self.model.numerics.exact:
-            return False
-        wanted = long_batches(min(max_len, self._max_chunk), self._max_chunk, self.slots.num_slots)
-        batch = next((one for one in wanted if one not in self._prepared), None)
-        if batch is None:
-            return False
-        self._prepared.add(batch)
-        config = self.model.config
-        heads = *self.model.num_local_heads, config.head_dim
-        prepare_batch(*batch, heads, next(self.model.parameters()).dtype, self.model.device)
-        return True
 
     def release_idle_buffers(self) -> None:
         """Give back the memory that only sequences needed which have no pages any more."""

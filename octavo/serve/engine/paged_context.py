@@ -9,6 +9,7 @@ from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops._runtime.to_device import to_device
 from octavo.ops.attention import PagedKVLayer, attention_paged
+from octavo.ops.attention.varlen import empty_codes, rows_of, store_attended, stores_codes
 from octavo.serve.engine.caching_context import PagesContext
 from octavo.serve.engine.varlen_prefill import VarlenPrefill, slots_at
 
@@ -29,7 +30,7 @@ class PagedContext(PagesContext):
         exact: the model's numerics.
         num_decodes: sequences at the front that have one new token each; they are attended to on their own, because a
             kernel for long queries would walk their keys one block after the other.
-        prefill: the sequences after those that go to torch's kernels; None where exact, or where they are too long.
+        prefill: the sequences after those, over packed keys; None where exact, or where they are too long.
     """
 
     positions: torch.Tensor
@@ -82,30 +83,48 @@ class PagedContext(PagesContext):
         )
 
     def attend_cached(self, layer_index: int, q: torch.Tensor, *, softmax_scale: float) -> torch.Tensor:
-        layer = self.layers[layer_index]
-        if self.prefill is None or layer.attention_dtype != "bf16":
-            return self._attend_pages(layer, q, self.seq_lens.shape[0], softmax_scale)
-        n = self.num_decodes
-        parts = self.prefill.attend(layer, q[n:], softmax_scale)
+        if self._prefill_of(layer_index) is None:
+            return self._attend_pages(self.layers[layer_index], q, softmax_scale)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.attend_into(out, layer_index, q, softmax_scale=softmax_scale)
+        return out
+
+    def attend_into(
+        self, out: torch.Tensor | QuantizedTensor, layer_index: int, q: torch.Tensor, *, softmax_scale: float
+    ) -> None:
+        """attend_cached, whose result goes to out: [T, H, D], or codes [T, H * D]."""
+        layer, prefill, n = self.layers[layer_index], self._prefill_of(layer_index), self.num_decodes
+        if prefill is None:
+            store_attended(self._attend_pages(layer, q, softmax_scale), out)
+            return
         if n:
-            parts.insert(0, self._attend_pages(layer, q[:n], n, softmax_scale))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+            scaling = None if isinstance(out, torch.Tensor) else out.scaling
+            decoded = self._attend(layer, q[:n], slice(0, n), self.cu_seqlens_q[: n + 1], 1, softmax_scale, scaling)
+            store_attended(decoded, rows_of(out, 0, n))
+        prefill.attend(layer, q[n:], softmax_scale, rows_of(out, n, q.shape[0]))
 
     def attend_to_codes(
         self, layer_index: int, q: torch.Tensor, out_scaling: Scaling, softmax_scale: float
     ) -> QuantizedTensor | None:
-        """Of a step of single tokens."""
-        if self.max_query_len > 1:
-            return None
+        """Of single tokens, or where the kernel for prompts stores them."""
         layer = self.layers[layer_index]
-        codes = self._attend(layer, q, slice(None), self.cu_seqlens_q, 1, softmax_scale, out_scaling)
-        assert isinstance(codes, QuantizedTensor), "they were asked for"
+        if self.max_query_len == 1:
+            codes = self._attend(layer, q, slice(None), self.cu_seqlens_q, 1, softmax_scale, out_scaling)
+            assert isinstance(codes, QuantizedTensor), "they were asked for"
+            return codes
+        if self._prefill_of(layer_index) is None or not stores_codes(q, out_scaling):
+            return None
+        codes = empty_codes(q.shape[0], q.shape[1] * q.shape[2], out_scaling, q.device)
+        self.attend_into(codes, layer_index, q, softmax_scale=softmax_scale)
         return codes
 
-    def _attend_pages(self, layer: PagedKVLayer, q: torch.Tensor, end: int, softmax_scale: float) -> torch.Tensor:
-        """q [T, H, D] of the first sequences up to end, over the pages."""
-        n, starts = min(self.num_decodes, end), self.cu_seqlens_q[: end + 1]
-        longest = self.max_query_len if n < end else 1
+    def _prefill_of(self, layer_index: int) -> VarlenPrefill | None:
+        """None where all sequences attend over the pages."""
+        return self.prefill if self.layers[layer_index].attention_dtype == "bf16" else None
+
+    def _attend_pages(self, layer: PagedKVLayer, q: torch.Tensor, softmax_scale: float) -> torch.Tensor:
+        """q [T, H, D] of all sequences, over the pages."""
+        n, end, starts, longest = self.num_decodes, self.seq_lens.shape[0], self.cu_seqlens_q, self.max_query_len
         if not 0 < n < end:
             return self._attend_some(layer, q, slice(0, end), starts, longest, softmax_scale)
         decoded = self._attend_some(layer, q[:n], slice(0, n), starts[: n + 1], 1, softmax_scale)

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 
 from octavo.models import Decoder
-from octavo.numerics import Numerics
+from octavo.numerics import Numerics, QuantizedTensor, Scaling
 from octavo.ops.attention import PagedKVLayer
+from octavo.ops.attention.varlen import empty_codes, rows_of, stores_codes
 from octavo.ops.gemm.scaled_mm import unpadded_rows
 from octavo.serve.engine.caching_context import PagesContext
 from octavo.serve.engine.expert_choices import RoutedExpertsRecorder
@@ -31,11 +32,13 @@ class Stop(NamedTuple):
         layer_index: whose it is.
         queries: [T, H, D], what the piece before leaves.
         softmax_scale: of the scores.
+        out: where the result goes: [T, H, D], or codes [T, H * D].
     """
 
     layer_index: int
     queries: torch.Tensor
     softmax_scale: float
+    out: torch.Tensor | QuantizedTensor
 
 
 class StepPieces(NamedTuple):
@@ -75,12 +78,12 @@ class PromptGraphs(CapturedSteps[int, StepPieces]):
         self.layers, self.choices = layers, choices
         self.sizes = sizes_for(model, max_tokens)
         self._seen: set[int] = set()
-        self._attended: torch.Tensor | None = None
+        self._places: AttendedPlaces | None = None
 
     def clear(self) -> None:
         """Drop all pieces and their memory."""
         super().clear()
-        self._attended = None
+        self._places = None
 
     def prepare_next(self, above: int = 0, *, sparse: bool = False) -> bool:
         """Capture the pieces of one size; False where all are there or none can be. Arguments as missing."""
@@ -115,30 +118,27 @@ class PromptGraphs(CapturedSteps[int, StepPieces]):
         return next((size for size in larger if size in self._captured and size - key <= max(64, key // 4)), None)
 
     def _replay(self, step: StepPieces, token_ids: torch.Tensor, context: PagedContext) -> torch.Tensor:
-        assert self._attended is not None, "pieces were captured"
         num_tokens = token_ids.shape[0]
         for row, values in zip(step.inputs, (token_ids, context.positions, context.slot_mapping), strict=True):
             row[:num_tokens].copy_(values)
         step.inputs[2, num_tokens:].fill_(-1)
-        attended = self._attended[:num_tokens]
         for piece, stop in zip(step.pieces, step.stops, strict=False):
             piece.replay()
-            queries = stop.queries[:num_tokens]
-            attended.copy_(context.attend_cached(stop.layer_index, queries, softmax_scale=stop.softmax_scale))
+            queries, out = stop.queries[:num_tokens], rows_of(stop.out, 0, num_tokens)
+            context.attend_into(out, stop.layer_index, queries, softmax_scale=stop.softmax_scale)
         step.pieces[-1].replay()
         return step.hidden[:num_tokens]
 
     def _capture(self, key: int) -> StepPieces:
         model, size = self.model, key
-        if self._attended is None:
-            heads = self.sizes[-1], model.num_local_heads[0], model.config.head_dim
-            self._attended = torch.zeros(heads, dtype=model.dtype, device=model.device)
         inputs = torch.zeros(3, size, dtype=torch.int64, device=model.device)
         inputs[2].fill_(-1)
-        attended = self._attended[:size]
+        if self._places is None:
+            self._places = AttendedPlaces(self.sizes[-1], model)
+        places = self._places
         with self._recorder.ready():
-            try_out(lambda: self._forward(inputs, _Between(inputs, self.layers, attended, None)))
-            between = _Between(inputs, self.layers, attended, self._recorder)
+            try_out(lambda: self._forward(inputs, _Between(inputs, self.layers, places, None)))
+            between = _Between(inputs, self.layers, places, self._recorder)
             with self._recorder.recording():
                 hidden = self._forward(inputs, between)
                 between.pieces.append(self._recorder.end())
@@ -175,13 +175,50 @@ def step_sizes(most: int, numerics: Numerics, num_gpus: int = 1, *, has_experts:
     return sizes[: enough + 1]
 
 
+class AttendedPlaces:
+    """Where attentions leave their results, for steps of all sizes: one is used up before the next is made.
+
+    What stands behind a step's tokens is finite.
+
+    Args:
+        most_tokens: of a step.
+        model: whose attentions.
+    """
+
+    def __init__(self, most_tokens: int, model: Decoder) -> None:
+        self._shape = (most_tokens, model.num_local_heads[0], model.config.head_dim)
+        self._dtype, self._device = model.dtype, model.device
+        self.makes_codes = not model.numerics.exact  # whose attention stays with the pages
+        self._rows: torch.Tensor | None = None
+        self._codes: dict[int, QuantizedTensor] = {}
+
+    def rows(self, num_tokens: int) -> torch.Tensor:
+        """[T, H, D]."""
+        if self._rows is None:
+            self._rows = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        return self._rows[:num_tokens]
+
+    def codes(self, num_tokens: int, scaling: Scaling) -> QuantizedTensor:
+        """[T, H * D], of which all attentions have one scaling."""
+        most, heads, dim = self._shape
+        if num_tokens not in self._codes:
+            if most not in self._codes:
+                self._codes[most] = empty_codes(most, heads * dim, scaling, self._device)
+                self._codes[most].qdata.view(torch.uint8).zero_()
+            own = empty_codes(num_tokens, heads * dim, scaling, self._device)
+            self._codes[num_tokens] = QuantizedTensor(self._codes[most].qdata[:num_tokens], own.scale, scaling)
+            self._codes[num_tokens].scale.fill_(1.0)
+        assert self._codes[num_tokens].scaling == scaling, "one kind of scaling stays within a token"
+        return self._codes[num_tokens]
+
+
 class _Between(PagesContext):
     """The context under which pieces are captured: an attention ends one and begins the next.
 
     Args:
         inputs: StepPieces'.
         layers: the cache.
-        attended: [T, H, D], where attentions leave their results.
+        places: where attentions leave their results.
         recorder: None for a forward pass that records nothing.
     """
 
@@ -189,18 +226,34 @@ class _Between(PagesContext):
         self,
         inputs: torch.Tensor,
         layers: list[PagedKVLayer],
-        attended: torch.Tensor,
+        places: AttendedPlaces,
         recorder: GraphRecorder | None,
     ) -> None:
         self.positions, self.slot_mapping, self.layers = inputs[1], inputs[2], layers
-        self._attended, self._recorder = attended, recorder
+        self._places, self._recorder = places, recorder
         self.pieces: list[torch.cuda.CUDAGraph] = []
         self.stops: list[Stop] = []
 
     def attend_cached(self, layer_index: int, q: torch.Tensor, *, softmax_scale: float) -> torch.Tensor:
+        out = self._places.rows(q.shape[0])
+        self._stop(layer_index, q, softmax_scale, out)
+        return out
+
+    def attend_to_codes(
+        self, layer_index: int, q: torch.Tensor, out_scaling: Scaling, softmax_scale: float
+    ) -> QuantizedTensor | None:
+        is_known = self._places.makes_codes and self.layers[layer_index].attention_dtype == "bf16"
+        if not is_known or not stores_codes(q, out_scaling):
+            return None
+        out = self._places.codes(q.shape[0], out_scaling)
+        self._stop(layer_index, q, softmax_scale, out)
+        return out
+
+    def _stop(
+        self, layer_index: int, q: torch.Tensor, softmax_scale: float, out: torch.Tensor | QuantizedTensor
+    ) -> None:
         if self._recorder is not None:
             q = q.contiguous()
             self.pieces.append(self._recorder.end())
-            self.stops.append(Stop(layer_index, borrow(q), softmax_scale))
+            self.stops.append(Stop(layer_index, borrow(q), softmax_scale, out))
             self._recorder.begin()
-        return self._attended

@@ -46,13 +46,13 @@ def _merge(maximum, total, acc, split_maximum, split_total, split_acc):
 
 
 @triton.jit
-def _store_rows(
-    out, out_scale, lse, maximum, total, acc, token, head, is_row, T, H,
+def store_heads(
+    out, out_scale, lse, maximum, total, acc, token, head, is_row, scale_stride, H,
     ROWS: tl.constexpr, D: tl.constexpr, LN_2: tl.constexpr, DTYPE: tl.constexpr, RULE: tl.constexpr,
 ):  # fmt: skip
     """Normalised rows [R, D] of tokens' heads, in DTYPE or, under a RULE, its codes; and logs of their sums.
 
-    RULE: of blocks of 128, of which a head has a whole number; out_scale [H * D / 128, T].
+    RULE: of blocks of 128, of which a head has a whole number; out_scale [H * D / 128, scale_stride].
     """
     row = token * H + head
     places = tl.expand_dims(row.to(tl.int64) * D, -1) + tl.arange(0, D)
@@ -64,7 +64,7 @@ def _store_rows(
         grouped = tl.reshape(round_to(values, DTYPE), ROWS + [GROUPS, RULE[6]])
         amax = amax_over(grouped, -1)  # [R, GROUPS]
         groups = tl.expand_dims(head * GROUPS, -1) + tl.arange(0, GROUPS)
-        scale_places = groups.to(tl.int64) * T + tl.expand_dims(token, -1)
+        scale_places = groups.to(tl.int64) * scale_stride + tl.expand_dims(token, -1)
         tl.store(out_scale + scale_places, decode_scale_of(amax, RULE, 0), mask=tl.expand_dims(is_row, -1))
         codes = (grouped * tl.expand_dims(quant_scale_of(amax, RULE, 0), -1)).to(RULE[1])
         values = tl.reshape(codes, ROWS + [D])
@@ -172,7 +172,7 @@ def attend_tiles(
                         tl.load(stats + 1, mask=is_row, other=1.0, cache_modifier=".cg"),
                         tl.load(of_part, mask=is_part, other=0.0, cache_modifier=".cg"),
                     )  # fmt: skip
-                _store_rows(
+                store_heads(
                     out, out_scale, lse, maximum, total, acc, first_token + token, head, is_row, T, KH * G,
                     ROWS, D, LN_2, q.dtype.element_ty, OUT_RULE,
                 )  # fmt: skip
@@ -189,7 +189,7 @@ def attend_tiles(
             merged = tl.load(waiting, mask=is_part & (first_key > 0), other=0.0)
             maximum, total, merged = _merge(maximum, total, merged, split_maximum, split_total, acc)
             if first_key + SPLIT >= end:
-                _store_rows(
+                store_heads(
                     out, out_scale, lse, maximum, total, merged, first_token + token, head, is_row, T, KH * G,
                     ROWS, D, LN_2, q.dtype.element_ty, OUT_RULE,
                 )  # fmt: skip

@@ -23,7 +23,7 @@ LOG2_E = 1.4426950408889634
 HEAD_DIMS = (64, 128)
 
 
-class Tile(NamedTuple):
+class VarlenTile(NamedTuple):
     """Keys a step, stages of their loads, and warps."""
 
     keys: int
@@ -31,7 +31,7 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-TILE = Tile(64, 3, 4)
+TILE = VarlenTile(64, 3, 4)
 
 
 @triton.jit

@@ -128,9 +128,9 @@ def test_scales_shared_between_tokens_are_not_exact() -> None:
 )
 def test_exact_at_every_batch(family: str, recipe: str, batch: int) -> None:
     model = make_model(family, recipe, seed=batch)
-    # the largest takes long; what new weights and a missing cache change, the smaller ones see
-    how = {"caching": (True, False), "num_updates": 1} if batch < 64 else {"caching": (True,), "num_updates": 0}
-    assert gap_of_a_run(model, batch, num_pages=3, **how) == 0.0
+    caching = (True, False) if batch < 64 else (True,)  # the largest takes long
+    num_updates = 0 if (family, batch) == ("qwen3", 64) else 1  # the one of CI; new weights meet the smaller ones there
+    assert gap_of_a_run(model, batch, num_updates, num_pages=3, caching=caching) == 0.0
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ import torch
 from octavo.models import Decoder
 from octavo.numerics import Numerics, QuantizedTensor, Scaling
 from octavo.ops.attention import PagedKVLayer
-from octavo.ops.attention.varlen import empty_codes, rows_of, stores_codes
+from octavo.ops.attention.varlen import empty_scale, rows_of, stores_codes
 from octavo.ops.gemm.scaled_mm import unpadded_rows
 from octavo.serve.engine.caching_context import PagesContext
 from octavo.serve.engine.expert_choices import RoutedExpertsRecorder
@@ -190,7 +190,8 @@ class AttendedPlaces:
         self._dtype, self._device = model.dtype, model.device
         self.makes_codes = not model.numerics.exact  # whose attention stays with the pages
         self._rows: torch.Tensor | None = None
-        self._codes: dict[int, QuantizedTensor] = {}
+        self._codes: torch.Tensor | None = None
+        self._coded: dict[int, QuantizedTensor] = {}  # by a step's tokens: scales have its layout
 
     def rows(self, num_tokens: int) -> torch.Tensor:
         """[T, H, D]."""
@@ -200,16 +201,15 @@ class AttendedPlaces:
 
     def codes(self, num_tokens: int, scaling: Scaling) -> QuantizedTensor:
         """[T, H * D], of which all attentions have one scaling."""
-        most, heads, dim = self._shape
-        if num_tokens not in self._codes:
-            if most not in self._codes:
-                self._codes[most] = empty_codes(most, heads * dim, scaling, self._device)
-                self._codes[most].qdata.view(torch.uint8).zero_()
-            own = empty_codes(num_tokens, heads * dim, scaling, self._device)
-            self._codes[num_tokens] = QuantizedTensor(self._codes[most].qdata[:num_tokens], own.scale, scaling)
-            self._codes[num_tokens].scale.fill_(1.0)
-        assert self._codes[num_tokens].scaling == scaling, "one kind of scaling stays within a token"
-        return self._codes[num_tokens]
+        if num_tokens not in self._coded:
+            most, heads, dim = self._shape
+            if self._codes is None:
+                self._codes = torch.zeros(most, heads * dim, dtype=torch.uint8, device=self._device)
+            scale = empty_scale(num_tokens, heads * dim, scaling, self._device).fill_(1.0)
+            codes = self._codes[:num_tokens].view(scaling.dtype)
+            self._coded[num_tokens] = QuantizedTensor(codes, scale, scaling)
+        assert self._coded[num_tokens].scaling == scaling, "one kind of scaling stays within a token"
+        return self._coded[num_tokens]
 
 
 class _Between(PagesContext):

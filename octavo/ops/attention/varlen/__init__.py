@@ -18,6 +18,7 @@ __all__ = [
     "VarlenBatch",
     "attention_varlen",
     "empty_codes",
+    "empty_scale",
     "rows_of",
     "store_attended",
     "stores_codes",
@@ -89,10 +90,14 @@ def rows_of(out: torch.Tensor | QuantizedTensor, start: int, end: int) -> torch.
 
 def empty_codes(num_tokens: int, width: int, scaling: Scaling, device: torch.device) -> QuantizedTensor:
     """A place for codes [T, H * D] of a scaling whose scales stay within a token."""
-    rows, groups = scaling.scale_shape(num_tokens, width)
     codes = torch.empty(num_tokens, width, dtype=scaling.dtype, device=device)
-    # groups lie one after the other, as GEMMs take them
-    return QuantizedTensor(codes, torch.empty(groups, rows, device=device).t(), scaling)
+    return QuantizedTensor(codes, empty_scale(num_tokens, width, scaling, device), scaling)
+
+
+def empty_scale(num_tokens: int, width: int, scaling: Scaling, device: torch.device) -> torch.Tensor:
+    """Their scale's: one group of all tokens after the other, as GEMMs take them."""
+    rows, groups = scaling.scale_shape(num_tokens, width)
+    return torch.empty(groups, rows, device=device).t()
 
 
 def stores_codes(q: torch.Tensor, scaling: Scaling) -> bool:

@@ -37,7 +37,9 @@ def test_tiles_hold_every_query_once_and_most_keys_first() -> None:
 
 def test_nothing_to_do() -> None:
     q, k, v = draw([], HEADS, torch.bfloat16, "cpu")
-    attention_varlen(q, k, v, VarlenBatch.of([], torch.device("cpu")), q.clone(), softmax_scale=1.0)
+    batch, out = VarlenBatch.of([], torch.device("cpu")), q.clone()
+    attention_varlen(q, k, v, batch, out, softmax_scale=1.0)
+    assert out.shape == (0, *HEADS[::2]) and batch.tiles.shape == (0, 2)
 
 
 def test_what_does_not_fit_together() -> None:

@@ -27,6 +27,7 @@ from octavo.ops.attention.kv_scales import KVScaleTable, LayerKVScales, LayerSha
 from octavo.ops.attention.library import attend_batch, attend_library, attend_packed
 from octavo.ops.attention.mixed import ANY_ROWS, MixedBatch
 from octavo.ops.attention.padding import PackedLengths, PaddedLayout
+from octavo.ops.attention.varlen import attend_varlen, has_varlen_kernel
 from octavo.ops.quantize import quantize
 
 __all__ = [
@@ -96,7 +97,8 @@ def attention_packed(
         softmax_scale: factor of the scores, usually D**-0.5.
         kv_cache_dtype: "fp8" quantizes K and V per token and head first, as the cache does; "bf16" does not.
         exact: the bits that attention_paged(exact=True) gives for the same tokens; not differentiable by autograd
-            (attention_packed_backward is its gradient). Otherwise torch's kernels, differentiable for "bf16".
+            (attention_packed_backward is its gradient). Otherwise torch's kernels, and for ragged sequences octavo's on
+            Hopper; differentiable for "bf16".
         causal: a token sees itself and earlier ones; else its whole sequence.
         attention_dtype: "fp8" quantizes queries per token and head, and a row's probabilities, times V's scales, per
             64 keys (docs/numerics.md). It is computed one way, exact or not.
@@ -123,6 +125,9 @@ def attention_packed(
     (k, k_scale), (v, v_scale) = (quantize_kv(x, known, i) if is_coded else (x, None) for i, x in enumerate((k, v)))
     if not exact:
         k, v = (_decode(x, s, q.dtype) for x, s in ((k, k_scale), (v, v_scale)))
+        is_ragged = causal and softmax_scale > 0 and not lengths.is_equal and not torch.compiler.is_compiling()
+        if is_ragged and has_varlen_kernel(q):
+            return attend_varlen(q, k, v, lengths.varlen, softmax_scale), None
         return attend_packed(q, k, v, lengths, softmax_scale, causal), None
     if _has_kernel(q):
         cache = (k, v, k_scale, v_scale)

@@ -3,11 +3,16 @@
 import dataclasses
 import functools
 import itertools
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from octavo.errors import ShapeError
 from octavo.ops._runtime.to_device import to_device
+from octavo.ops.attention.mixed import list_tiles
+
+TILE_ROWS = 64  # queries of a program of the kernel for ragged sequences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +25,7 @@ class PackedLengths:
         num_sequences: B.
         max_len: tokens of the longest of them.
         is_equal: every sequence has max_len tokens.
+        lengths: of each, as the host knows them.
     """
 
     cu_seqlens: torch.Tensor
@@ -27,6 +33,7 @@ class PackedLengths:
     num_sequences: int
     max_len: int
     is_equal: bool
+    lengths: tuple[int, ...]
 
     @classmethod
     def from_lengths(cls, lengths: list[int], device: torch.device | str = "cpu") -> "PackedLengths":
@@ -38,10 +45,7 @@ class PackedLengths:
         if any(n < 0 for n in lengths):
             raise ShapeError(f"lengths must not be negative, got {lengths}")
         cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).int()
-        longest = max(lengths, default=0)
-        is_equal = all(n == longest for n in lengths)
-        on_device = to_device(cu_seqlens, torch.device(device))
-        return cls(on_device, sum(lengths), len(lengths), longest, is_equal)
+        return cls._measured(to_device(cu_seqlens, torch.device(device)), lengths)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: torch.Tensor) -> "PackedLengths":
@@ -54,14 +58,24 @@ class PackedLengths:
         lengths = [end - start for start, end in itertools.pairwise(ends)]
         if not ends or ends[0] != 0 or any(n < 0 for n in lengths):
             raise ShapeError(f"cu_seqlens must rise from 0, got {ends}")
+        return cls._measured(cu_seqlens.reshape(-1).int().contiguous(), lengths)
+
+    @classmethod
+    def _measured(cls, cu_seqlens: torch.Tensor, lengths: list[int]) -> "PackedLengths":
         longest = max(lengths, default=0)
         is_equal = all(n == longest for n in lengths)
-        return cls(cu_seqlens.reshape(-1).int().contiguous(), ends[-1], len(lengths), longest, is_equal)
+        return cls(cu_seqlens, sum(lengths), len(lengths), longest, is_equal, tuple(lengths))
 
     @classmethod
     def of(cls, cu_seqlens: "torch.Tensor | PackedLengths") -> "PackedLengths":
         """What is measured already, or from_cu_seqlens."""
         return cu_seqlens if isinstance(cu_seqlens, PackedLengths) else cls.from_cu_seqlens(cu_seqlens)
+
+    @functools.cached_property
+    def varlen(self) -> "VarlenBatch":
+        """For a kernel that takes ragged sequences: each one's tokens see its own up to themselves."""
+        counts = np.array(self.lengths, dtype=np.int64)
+        return VarlenBatch(self, self, _tiles(np.zeros_like(counts), counts, self.cu_seqlens.device))
 
     @functools.cached_property
     def padded(self) -> "PaddedLayout":
@@ -72,6 +86,37 @@ class PackedLengths:
         """Raise ShapeError unless these are the lengths of num_tokens tokens."""
         if num_tokens != self.num_tokens:
             raise ShapeError(f"cu_seqlens must end with the number of tokens {num_tokens}, got {self.num_tokens}")
+
+
+class VarlenBatch(NamedTuple):
+    """Sequences of which each one's last tokens see all of its own up to themselves.
+
+    Attributes:
+        lengths: of the queries, on their device.
+        key_lengths: of the keys, likewise, none shorter than its queries; lengths itself where all are new.
+        tiles: [N, 2] int32, likewise: (sequence, first query) of every TILE_ROWS queries, those of most keys first.
+    """
+
+    lengths: PackedLengths
+    key_lengths: PackedLengths
+    tiles: torch.Tensor
+
+    @classmethod
+    def of(cls, spans: list[tuple[int, int]], device: torch.device) -> "VarlenBatch":
+        """Of sequences that compute the tokens [start, end); waits for no device."""
+        starts, ends = np.array(spans, dtype=np.int64).reshape(-1, 2).T
+        lengths = PackedLengths.from_lengths((ends - starts).tolist(), device)
+        if not starts.any():
+            return lengths.varlen
+        tiles = _tiles(starts, ends - starts, device)
+        return cls(lengths, PackedLengths.from_lengths(ends.tolist(), device), tiles)
+
+
+def _tiles(starts: np.ndarray, counts: np.ndarray, device: torch.device) -> torch.Tensor:
+    """VarlenBatch's, of sequences that compute so many tokens from starts on."""
+    tiles = list_tiles(0, counts, 1, TILE_ROWS)
+    most_first = np.argsort(-(starts[tiles[:, 0]] + tiles[:, 1]), kind="stable")
+    return to_device(torch.from_numpy(tiles[most_first]), device)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Causal attention of each sequence's last tokens over all of its own, of any lengths: an engine's prompts.
+"""Causal attention of each sequence's last tokens over all of its own, of any lengths: prompts, and packs that train.
 
 Legend: T queries, Tk keys, H query heads, KH kv heads, D head_dim.
 """
@@ -10,15 +10,18 @@ from octavo.errors import BackendError, ShapeError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops.attention.library import attend_packed
-from octavo.ops.attention.varlen.batch import TILE_ROWS, VarlenBatch
+from octavo.ops.attention.padding import TILE_ROWS, VarlenBatch
+from octavo.ops.attention.varlen.autograd import VarlenAttention
 from octavo.ops.quantize import quantize
 
 __all__ = [
     "TILE_ROWS",
     "VarlenBatch",
+    "attend_varlen",
     "attention_varlen",
     "empty_codes",
     "empty_scale",
+    "has_varlen_kernel",
     "rows_of",
     "store_attended",
     "stores_codes",
@@ -55,7 +58,7 @@ def attention_varlen(
     if not q.numel():
         return
     found: torch.Tensor | QuantizedTensor
-    if _has_kernel(q):
+    if has_varlen_kernel(q):
         from octavo.ops.attention.varlen import triton
 
         is_stored = isinstance(out, torch.Tensor) or triton.can_quantize(out.scaling, q.shape[2])
@@ -68,6 +71,20 @@ def attention_varlen(
         found = attend_packed(q, k, v, batch.lengths, softmax_scale, True, key_lengths)
     if isinstance(found, torch.Tensor) and found is not out:
         store_attended(found, out)
+
+
+def attend_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: VarlenBatch, softmax_scale: float
+) -> torch.Tensor:
+    """attention_varlen for what has_varlen_kernel accepts, differentiable: the gradient is FlashAttention's.
+
+    Args:
+        q: [T, H, D]; T > 0.
+        k: [Tk, KH, D], as v.
+    Returns:
+        [T, H, D].
+    """
+    return VarlenAttention.apply(q, k, v, batch, softmax_scale)
 
 
 def store_attended(found: torch.Tensor | QuantizedTensor, out: torch.Tensor | QuantizedTensor) -> None:
@@ -102,14 +119,15 @@ def empty_scale(num_tokens: int, width: int, scaling: Scaling, device: torch.dev
 
 def stores_codes(q: torch.Tensor, scaling: Scaling) -> bool:
     """Whether attention_varlen of such queries [T, H, D] stores codes without another pass."""
-    if not _has_kernel(q):
+    if not has_varlen_kernel(q):
         return False
     from octavo.ops.attention.varlen import triton
 
     return triton.can_quantize(scaling, q.shape[2])
 
 
-def _has_kernel(q: torch.Tensor) -> bool:
+def has_varlen_kernel(q: torch.Tensor) -> bool:
+    """Whether our kernel takes such queries [T, H, D]."""
     if not q.is_cuda or env.force_reference():
         return False
     from octavo.ops.attention.varlen import triton

@@ -15,11 +15,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
+from octavo.ops.attention.padding import TILE_ROWS, VarlenBatch
 from octavo.ops.attention.triton.kernels import store_heads
-from octavo.ops.attention.varlen.batch import TILE_ROWS, VarlenBatch
 from octavo.ops.quantize.triton.plan import rule_of_rows
 
-LOG2_E = 1.4426950408889634
+LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 HEAD_DIMS = (64, 128)
 
 
@@ -48,9 +48,9 @@ def _take_keys(acc, maximum, total, scores, values, scale):
 # what differs from step to step: a compilation for each of its kinds would stall a step
 @triton.jit(do_not_specialize=("scale_stride",), do_not_specialize_on_alignment=("out_scale",))
 def varlen_tiles(
-    out, out_scale, q, k, v, v_rows, starts, key_starts, tiles, scale, scale_stride,
+    out, out_scale, lse, q, k, v, v_rows, starts, key_starts, tiles, scale, scale_stride,
     G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, OUT_RULE: tl.constexpr,
+    STAGES: tl.constexpr, OUT_RULE: tl.constexpr, LN_2: tl.constexpr,
 ):  # fmt: skip
     """One head of the queries from tiles[.., 1] on of the sequence tiles[.., 0], over the keys that they see.
 
@@ -85,8 +85,8 @@ def varlen_tiles(
         acc, maximum, total = _take_keys(acc, maximum, total, scores, values, scale)
     ROWS: tl.constexpr = [BLOCK_M]
     store_heads(
-        out, out_scale, None, maximum, total, acc, start + m, head, m < num_queries, scale_stride, H,
-        ROWS, D, 1.0, v_rows.dtype.element_ty, OUT_RULE,
+        out, out_scale, lse, maximum, total, acc, start + m, head, m < num_queries, scale_stride, H,
+        ROWS, D, LN_2, v_rows.dtype.element_ty, OUT_RULE,
     )  # fmt: skip
 
 
@@ -108,10 +108,14 @@ def attention_varlen(
     batch: VarlenBatch,
     softmax_scale: float,
     out: torch.Tensor | QuantizedTensor,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """As octavo.ops.attention.varlen.attention_varlen, for what can_run and can_quantize accept.
 
     All contiguous but scales, which lie one group after the other; T > 0.
+
+    Args:
+        lse: [T, H] fp32, where the log of each row's sum of exponentials goes.
     """
     (T, H, D), (Tk, KH, _) = q.shape, k.shape
     queries = TensorDescriptor(q, [T, H * D], [H * D, 1], [TILE_ROWS, D])
@@ -124,8 +128,8 @@ def attention_varlen(
     with on_device_of(q):
         launch = launcher_of(
             varlen_tiles, G=H // KH, H=H, D=D, BLOCK_M=TILE_ROWS, BLOCK_N=TILE.keys, STAGES=TILE.stages, OUT_RULE=rule,
-            num_warps=TILE.num_warps,
+            LN_2=LN_2, num_warps=TILE.num_warps,
         )  # fmt: skip
         places = (batch.lengths.cu_seqlens, batch.key_lengths.cu_seqlens, batch.tiles)
         grid = (H, batch.tiles.shape[0])
-        launch(grid, *results, queries, keys, values, v, *places, softmax_scale * LOG2_E, stride)
+        launch(grid, *results, lse, queries, keys, values, v, *places, softmax_scale * LOG2_E, stride)

@@ -32,6 +32,21 @@ def test_it_is_attention(spans: list[tuple[int, int]], heads: tuple[int, int, in
     assert_bitwise(attend(spans, q, k, v), found)
 
 
+def test_logs_of_sums() -> None:
+    q, k, v = draw(MIXED, (2, 1, 64), torch.bfloat16, DEVICE)
+    out, lse = torch.empty_like(q), torch.full(q.shape[:2], float("nan"), device=DEVICE)
+    kernels.attention_varlen(q, k, v, VarlenBatch.of(MIXED, DEVICE), 0.125, out, lse)
+    assert_bitwise(out, attend(MIXED, q, k, v))
+    keys, first = k.double().split([end for _, end in MIXED]), 0
+    for (start, end), own in zip(MIXED, keys, strict=True):
+        rows = q[first : first + end - start].double()
+        first += end - start
+        scores = torch.einsum("qhd,kd->qhk", rows, own[:, 0]) * 0.125
+        seen = torch.arange(end, device=DEVICE) <= torch.arange(start, end, device=DEVICE)[:, None]
+        wanted = scores.masked_fill(~seen[:, None], -torch.inf).logsumexp(-1)
+        torch.testing.assert_close(lse[first - len(rows) : first].double(), wanted, rtol=0.0, atol=1e-5)
+
+
 @pytest.mark.parametrize("spans", [MIXED, NEW], ids=len)
 def test_codes_are_those_of_the_result(spans: list[tuple[int, int]]) -> None:
     scaling = Scaling.block_1x128()

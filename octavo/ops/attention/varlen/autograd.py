@@ -1,0 +1,41 @@
+"""Attention of ragged sequences with a gradient: our kernel's forward, FlashAttention's backward."""
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from octavo.ops.attention.padding import VarlenBatch
+
+
+class VarlenAttention(torch.autograd.Function):
+    """attention_varlen where its kernel runs: q [T, H, D], k and v [Tk, KH, D] -> [T, H, D]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: VarlenBatch, softmax_scale: float
+    ) -> torch.Tensor:
+        from octavo.ops.attention.varlen.triton import attention_varlen
+
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        out = torch.empty_like(q)
+        has_gradient = any(ctx.needs_input_grad[:3])
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if has_gradient else None
+        attention_varlen(q, k, v, batch, softmax_scale, out, lse)
+        if lse is not None:
+            ctx.batch, ctx.softmax_scale = batch, softmax_scale
+            ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        lengths, key_lengths, _ = ctx.batch
+        sizes = (lengths.cu_seqlens, key_lengths.cu_seqlens, lengths.max_len, key_lengths.max_len)
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is not
+        grads = torch.ops.aten._flash_attention_backward(
+            grad.contiguous(), q, k, v, out, lse.t().contiguous(), *sizes, 0.0, True, state, state,
+            scale=ctx.softmax_scale, window_size_left=-1, window_size_right=0,
+        )  # fmt: skip
+        return (*grads, None, None)

@@ -76,11 +76,11 @@ def attention_varlen(
 def attend_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: VarlenBatch, softmax_scale: float
 ) -> torch.Tensor:
-    """attention_varlen for what has_varlen_kernel accepts, differentiable: the gradient is FlashAttention's.
+    """attention_varlen of sequences that are all new, for what has_varlen_kernel accepts; differentiable.
 
     Args:
         q: [T, H, D]; T > 0.
-        k: [Tk, KH, D], as v.
+        k: [T, KH, D], as v.
     Returns:
         [T, H, D].
     """

@@ -1,4 +1,4 @@
-"""Attention of ragged sequences with a gradient: our kernel's forward, FlashAttention's backward."""
+"""Attention of ragged sequences with a gradient: the kernels of both ways."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from octavo.ops.attention.padding import VarlenBatch
 
 
 class VarlenAttention(torch.autograd.Function):
-    """attention_varlen where its kernel runs: q [T, H, D], k and v [Tk, KH, D] -> [T, H, D]."""
+    """attention_varlen of new sequences where its kernel runs: q [T, H, D], k and v [T, KH, D] -> [T, H, D]."""
 
     @staticmethod
     def forward(
@@ -30,12 +30,8 @@ class VarlenAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        from octavo.ops.attention.varlen.triton.backward import attend_backward
+
         q, k, v, out, lse = ctx.saved_tensors
-        lengths, key_lengths, _ = ctx.batch
-        sizes = (lengths.cu_seqlens, key_lengths.cu_seqlens, lengths.max_len, key_lengths.max_len)
-        state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is not
-        grads = torch.ops.aten._flash_attention_backward(
-            grad.contiguous(), q, k, v, out, lse.t().contiguous(), *sizes, 0.0, True, state, state,
-            scale=ctx.softmax_scale, window_size_left=-1, window_size_right=0,
-        )  # fmt: skip
+        grads = attend_backward(grad.contiguous(), q, k, v, out, lse, ctx.batch, ctx.softmax_scale)
         return (*grads, None, None)

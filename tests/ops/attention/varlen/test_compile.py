@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from octavo.numerics import Scaling
+from octavo.ops.attention import PackedLengths
 from octavo.ops.attention.varlen import VarlenBatch, empty_codes, rows_of
 from octavo.ops.attention.varlen import triton as kernels
+from octavo.ops.attention.varlen.triton.backward import attend_backward
 from tests.ops.attention.varlen.spans import MIXED, NEW, draw
 from tests.ops.compiled import compiled, launched
 
@@ -28,3 +30,17 @@ def test_steps_of_all_sizes_take_one_kernel(heads: tuple[int, int, int], makes_c
     report = compiled(launch)
     assert "wgmma.mma_async" in report.ptx and "cp.async.bulk.tensor" in report.ptx
     assert 2 * report.shared_bytes <= 227 * 1024 and 2 * 128 * report.registers <= 65536, "two programs fit"
+
+
+def test_the_gradient_of_packs_takes_one_kernel_a_way() -> None:
+    def backward() -> None:
+        for lengths in ([130, 4], [16]):
+            q, k, v = draw([(0, n) for n in lengths], (8, 2, 128), torch.bfloat16, CPU)
+            batch, lse = PackedLengths.from_lengths(lengths).varlen, torch.empty(q.shape[:2])
+            attend_backward(q, q, k, v, q, lse, batch, 0.1)
+
+    _, *launches = launched(backward, 3)
+    for launch in launches:
+        report = compiled(launch, max_spill_bytes=64)
+        assert "wgmma.mma_async" in report.ptx and "cp.async.bulk.tensor" in report.ptx
+        assert 2 * report.shared_bytes <= 227 * 1024, "two programs fit"

@@ -14,6 +14,7 @@ from tests.ops.attention.softmax import softmax_fp64
 from tests.ops.attention.varlen.spans import draw
 
 DEVICE = torch.device("cpu" if is_interpreting() else "cuda")
+DTYPES = [torch.bfloat16] + ([] if is_interpreting() else [torch.float16])
 LENGTHS = [[130, 64, 1, 4], [63, 65, 192]] + ([] if is_interpreting() else [[300, 64, 1, 1029, 700, 4], [5000, 900]])
 
 
@@ -26,7 +27,7 @@ def gradients(lengths: list[int], operands: tuple[torch.Tensor, ...], grad: torc
     return out, *attend_backward(grad, q, k, v, out, lse, batch, scale)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", [(4, 2, 64), (3, 1, 128)], ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_it_is_the_gradient(lengths: list[int], heads: tuple[int, int, int], dtype: torch.dtype) -> None:

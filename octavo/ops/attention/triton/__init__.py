@@ -41,6 +41,7 @@ MAX_DECODE_TOKENS = 8
 # Tiles up to which they do; so many keep a GPU busy whose programs walk all their splits, which writes no parts. Of
 # two splits fewer do: sequences cannot differ so much that many programs wait for the longest.
 MAX_SPLIT_TILES, MAX_HALVED_TILES = 2048, 512
+ANY_LENGTH = 1 << 30
 
 
 class Queries(NamedTuple):
@@ -81,7 +82,7 @@ def attention_paged(
         q: [T, H, D] bf16 or fp16, contiguous; T > 0.
         layer: FP8, or of q's dtype.
         softmax_scale: more than 0.
-        exact: False lets many new tokens have tiles that give other bits.
+        exact: False lets many new tokens have tiles, and long sequences one softmax, that give other bits.
         with_lse: also the log of each row's sum of exponentials.
         out_scaling: quantize what can_quantize says.
     Returns:
@@ -103,11 +104,12 @@ def attention_paged(
     num_tiles = B if is_one_token else T * (H // KH) // (tile.groups * tile.rows) + B
     most_tiles = MAX_HALVED_TILES if num_splits == 2 else MAX_SPLIT_TILES
     is_split = queries.is_decode and num_splits > 1 and num_tiles * KH <= most_tiles
-    num_parts = num_splits if is_split else int(num_splits > 1)
+    split = _split_of(layer, exact=exact, is_split=is_split)
+    num_parts = num_splits if is_split else int(queries.max_seq_len > split)
     part_acc = torch.empty(T * H * num_parts, D, dtype=torch.float32, device=q.device)
     part_stats = torch.empty(T * H * num_splits, 2, dtype=torch.float32, device=q.device) if is_split else None
     with on_device_of(q):
-        launch = _launcher(q, layer, tile, out_scaling, is_split=is_split, is_one_token=is_one_token)
+        launch = _launcher(q, layer, tile, out_scaling, is_split=is_split, is_one_token=is_one_token, split=split)
         tables = queries.page_tables
         cache = (layer.k, layer.v, layer.k_scale, layer.v_scale, tables)
         sizes = (softmax_scale * LOG2_E, tables.stride(0), num_splits, B, T, KH)
@@ -155,23 +157,36 @@ def attention_mixed(
                 continue
             tile = tiles.decode if is_split else tiles.prefill if exact else tiles.fast
             assert not is_split or tile.groups * tile.rows == DECODE_ROWS, "one tile holds a token's heads"
-            num_parts = H * work.shape[0] if is_split else T * H * int(num_splits > 1)
+            split = _split_of(layer, exact=exact, is_split=is_split)
+            num_parts = H * work.shape[0] if is_split else T * H * int(max_pages * PAGE_SIZE > split)
             part_acc = torch.empty(num_parts, D, dtype=torch.float32, device=q.device)
             part_stats = torch.empty(num_parts, 2, dtype=torch.float32, device=q.device) if is_split else None
             arrivals = arrivals_of(q.device, max(MAX_SPLIT_TILES, B * KH)) if is_split else None
             results = (out, None, None, part_acc, part_stats, arrivals)
-            launch = _launcher(q, layer, tile, None, is_split=is_split, is_one_token=is_split)
+            launch = _launcher(q, layer, tile, None, is_split=is_split, is_one_token=is_split, split=split)
             launch((work.shape[0], KH, 1), *results, q, *cache, batch.cu_seqlens, batch.seq_lens, work, *sizes)
 
 
+def _split_of(layer: PagedKVLayer, *, exact: bool, is_split: bool) -> int:
+    """Keys of a softmax: where no bit rests on them a program that walks all has one, since merges take it 5 us."""
+    return SPLIT if exact or is_split or layer.attention_dtype == "fp8" else ANY_LENGTH
+
+
 def _launcher(
-    q: torch.Tensor, layer: PagedKVLayer, tile: Tile, out_scaling: Scaling | None, *, is_split: bool, is_one_token: bool
+    q: torch.Tensor,
+    layer: PagedKVLayer,
+    tile: Tile,
+    out_scaling: Scaling | None,
+    *,
+    is_split: bool,
+    is_one_token: bool,
+    split: int,
 ) -> Launcher:
     return launcher_of(
         attend_tiles, G=q.shape[1] // layer.k.shape[1], IS_ONE_SPLIT=is_split, IS_ONE_TOKEN=is_one_token,
         SHIFT=PROBABILITY_SHIFT if layer.is_fp8 else 0,
         OUT_RULE=None if out_scaling is None else rule_of_rows(out_scaling, q.dtype),
-        D=q.shape[2], SPLIT=SPLIT, LN_2=LN_2, enable_fp_fusion=False,
+        D=q.shape[2], SPLIT=split, LN_2=LN_2, enable_fp_fusion=False,
         **_constants_of(tile), **_rules_of(layer, q.dtype, tile.block),
     )  # fmt: skip
 

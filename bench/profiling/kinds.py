@@ -7,7 +7,7 @@ OTHER = "other"
 # Of octavo's Triton kernels, by their whole names: a library's may hold one of them.
 OURS = {
     "attention": "attend_tiles varlen_tiles",
-    "attention, backward": "delta_rows key_gradients query_gradients",
+    "attention, backward": "delta_rows key_gradients query_gradients varlen_key_gradients varlen_query_gradients",
     "attention, cache read": "kv_rows",
     "QK-norm, RoPE, cache write": "qkv_rows",
     "QK-norm, RoPE, rounded K and V": "qkv_head_rows qkv_head_gradients",

@@ -1,4 +1,4 @@
-"""Attention without projections: softmax(q k^T) v over a batch or over packed sequences, through torch's kernels."""
+"""Attention without projections: softmax(q k^T) v over a batch or over packed sequences, in high precision."""
 
 import torch
 from torch import nn

@@ -114,9 +114,9 @@ def train(
         StorageError: run.dir cannot be written (asked before any work), or a checkpoint could not be, and then the
             message names the last good one.
     Exactness: on a CPU, with one number of threads, a run that was killed and resumed ends with the bits of one that
-        was not. On a GPU the same state is restored, but torch's attention adds its gradients in no fixed order unless
-        run.deterministic is set. With parallel.reduction = "ordered" a run on several ranks has the bits of one on a
-        single process.
+        was not. On a GPU the same state is restored, but torch's attention adds its gradients in no fixed order
+        unless run.deterministic is set; octavo's, of ragged packs on Hopper, adds them in a fixed one. With
+        parallel.reduction = "ordered" a run on several ranks has the bits of one on a single process.
     """
     check_writable(config.run.dir, "run.dir")
     require_sinks("metrics", wandb=config.metrics.wandb, mlflow=config.metrics.mlflow)

@@ -1,4 +1,4 @@
-"""Megatron's core attention by torch's own attention kernels: no scores in memory."""
+"""Megatron's core attention by flash attention kernels: no scores in memory."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ from octavo.ops.attention import attention_batch, attention_packed
 class OctavoDotProductAttention(DotProductAttention):  # type: ignore[misc]
     """Megatron's DotProductAttention, with its arguments, in high precision.
 
-    Causal and unmasked attention without dropout, windows, sinks or query-key layer scaling runs in torch's kernels;
-    packed sequences too. For the rest Megatron's own forward runs. As with TransformerEngine's, the type of the mask
-    decides: a causal attention does not read attention_mask.
+    Causal and unmasked attention without dropout, windows, sinks or query-key layer scaling runs in torch's kernels,
+    or on Hopper octavo's for ragged packed sequences. For the rest Megatron's own forward runs. As with
+    TransformerEngine's, the type of the mask decides: a causal attention does not read attention_mask.
     """
 
     def forward(

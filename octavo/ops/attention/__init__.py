@@ -7,7 +7,7 @@ import torch
 
 from octavo import env
 from octavo.deprecation import former_keywords
-from octavo.errors import BackendError, ShapeError
+from octavo.errors import BackendError, DtypeError, ShapeError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops.attention import reference
@@ -27,7 +27,7 @@ from octavo.ops.attention.kv_scales import KVScaleTable, LayerKVScales, LayerSha
 from octavo.ops.attention.library import attend_batch, attend_library, attend_packed
 from octavo.ops.attention.mixed import ANY_ROWS, MixedBatch
 from octavo.ops.attention.padding import PackedLengths, PaddedLayout
-from octavo.ops.attention.varlen import attend_varlen, has_varlen_kernel
+from octavo.ops.attention.varlen import attend_varlen, takes_pack
 from octavo.ops.quantize import quantize
 
 __all__ = [
@@ -68,6 +68,7 @@ def attention_batch(
         [B, S, H, D] of q's dtype.
     Raises:
         ShapeError: if heads and lengths do not fit together.
+        DtypeError: q, k and v of several dtypes.
     """
     _check_heads(q, k, v, 4)
     return attend_batch(q, k, v, softmax_scale, causal) if q.numel() else torch.zeros_like(q)
@@ -108,7 +109,7 @@ def attention_packed(
     Raises:
         ShapeError: if heads, tokens and lengths do not fit together.
         BackendError: exact or FP8 without causal.
-        DtypeError: FP8 attention without FP8 keys and values.
+        DtypeError: q, k and v of several dtypes; FP8 attention without FP8 keys and values.
     """
     _check_heads(q, k, v, 3)
     check_attention_dtype(attention_dtype, kv_cache_dtype)
@@ -125,9 +126,8 @@ def attention_packed(
     (k, k_scale), (v, v_scale) = (quantize_kv(x, known, i) if is_coded else (x, None) for i, x in enumerate((k, v)))
     if not exact:
         k, v = (_decode(x, s, q.dtype) for x, s in ((k, k_scale), (v, v_scale)))
-        is_ragged = causal and softmax_scale > 0 and not lengths.is_equal and not torch.compiler.is_compiling()
-        if is_ragged and has_varlen_kernel(q):
-            return attend_varlen(q, k, v, lengths.varlen, softmax_scale), None
+        if causal and softmax_scale > 0 and takes_pack(q, k, v, lengths):
+            return attend_varlen(q, k, v, lengths, softmax_scale), None
         return attend_packed(q, k, v, lengths, softmax_scale, causal), None
     if _has_kernel(q):
         cache = (k, v, k_scale, v_scale)
@@ -215,7 +215,7 @@ def attention_paged(
         seq_lens: [B] int, tokens in all, new ones included.
         exact: bits depend on the sequence alone; else torch's SDPA over the decoded cache. On a GPU, for 16-bit q and
             a head_dim of 32, 64, 128 or 256, one kernel serves both; not exact, it takes faster tiles for
-            many new tokens.
+            many new tokens, and one softmax for all keys of long sequences where they are not split over programs.
         max_query_len: bound of a sequence's new tokens; without it a GPU is waited for. It changes no bit.
         max_seq_len: bound of a sequence's length; likewise.
     Returns:
@@ -380,3 +380,5 @@ def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: int) -
             f"attention takes q [{tokens}, H, D] and k, v [{tokens}, KH, D] with H a multiple of KH, got "
             f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
+    if not q.dtype == k.dtype == v.dtype:
+        raise DtypeError(f"attention takes q, k and v of one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")

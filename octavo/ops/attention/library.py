@@ -1,4 +1,6 @@
-"""Attention through torch where exact is off: scaled_dot_product_attention, and FlashAttention for ragged sequences.
+"""Attention through torch where exact is off: SDPA, and FlashAttention for ragged sequences.
+
+These are the ones that octavo.ops.attention.varlen does not take.
 
 Which of its kernels SDPA takes is torch's choice: on Hopper cuDNN's first, from the cuDNN release on that is right at
 every length, then FlashAttention's; forcing an order would go round that check.

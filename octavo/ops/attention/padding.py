@@ -58,7 +58,8 @@ class PackedLengths:
         lengths = [end - start for start, end in itertools.pairwise(ends)]
         if not ends or ends[0] != 0 or any(n < 0 for n in lengths):
             raise ShapeError(f"cu_seqlens must rise from 0, got {ends}")
-        return cls._measured(cu_seqlens.reshape(-1).int().contiguous(), lengths)
+        # what is read here must stay what kernels read, whoever writes to the caller's
+        return cls._measured(cu_seqlens.reshape(-1).to(torch.int32, copy=True).contiguous(), lengths)
 
     @classmethod
     def _measured(cls, cu_seqlens: torch.Tensor, lengths: list[int]) -> "PackedLengths":
@@ -71,11 +72,20 @@ class PackedLengths:
         """What is measured already, or from_cu_seqlens."""
         return cu_seqlens if isinstance(cu_seqlens, PackedLengths) else cls.from_cu_seqlens(cu_seqlens)
 
-    @functools.cached_property
+    @property
     def varlen(self) -> "VarlenBatch":
         """For a kernel that takes ragged sequences: each one's tokens see its own up to themselves."""
+        return VarlenBatch(self, self, self._own_tiles)
+
+    @property
+    def has_tiles(self) -> bool:
+        """Whether varlen makes nothing: a graph that is recorded must not make what later calls read."""
+        return "_own_tiles" in vars(self)
+
+    @functools.cached_property
+    def _own_tiles(self) -> torch.Tensor:
         counts = np.array(self.lengths, dtype=np.int64)
-        return VarlenBatch(self, self, _tiles(np.zeros_like(counts), counts, self.cu_seqlens.device))
+        return _tiles(np.zeros_like(counts), counts, self.cu_seqlens.device)
 
     @functools.cached_property
     def padded(self) -> "PaddedLayout":

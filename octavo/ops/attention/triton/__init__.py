@@ -132,7 +132,7 @@ def attention_mixed(
     """Attention of a step whose distribution over sequences is known on the device alone.
 
     Two launches whose grids are the lengths of batch's lists; programs without work return at once. A row's bits are
-    those of attention_paged, for all tiles where exact, else of single tokens.
+    those of attention_paged, for all tiles where exact, else of single tokens up to SPLIT keys.
 
     Args:
         q: [T, H, D] bf16 or fp16, contiguous.

@@ -6,11 +6,12 @@ Legend: T queries, Tk keys, H query heads, KH kv heads, D head_dim.
 import torch
 
 from octavo import env
-from octavo.errors import BackendError, ShapeError
+from octavo.errors import BackendError, DtypeError, ShapeError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
+from octavo.ops._runtime.registry import can_bypass_dispatcher
 from octavo.ops.attention.library import attend_packed
-from octavo.ops.attention.padding import TILE_ROWS, VarlenBatch
+from octavo.ops.attention.padding import TILE_ROWS, PackedLengths, VarlenBatch
 from octavo.ops.attention.varlen.autograd import VarlenAttention
 from octavo.ops.quantize import quantize
 
@@ -21,10 +22,10 @@ __all__ = [
     "attention_varlen",
     "empty_codes",
     "empty_scale",
-    "has_varlen_kernel",
     "rows_of",
     "store_attended",
     "stores_codes",
+    "takes_pack",
 ]
 
 
@@ -48,6 +49,7 @@ def attention_varlen(
         softmax_scale: more than 0.
     Raises:
         ShapeError: if heads, tokens and lengths do not fit together.
+        DtypeError: q, k and v of several dtypes.
         BackendError: if softmax_scale is not positive.
     Exactness: not bitwise; within a few of bf16's last bits of attention in fp32. Codes are those that quantize makes
         of the result in q's dtype.
@@ -58,7 +60,7 @@ def attention_varlen(
     if not q.numel():
         return
     found: torch.Tensor | QuantizedTensor
-    if has_varlen_kernel(q):
+    if _has_kernel(q):
         from octavo.ops.attention.varlen import triton
 
         is_stored = isinstance(out, torch.Tensor) or triton.can_quantize(out.scaling, q.shape[2])
@@ -73,18 +75,28 @@ def attention_varlen(
         store_attended(found, out)
 
 
+def takes_pack(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: PackedLengths) -> bool:
+    """Whether attend_varlen takes them; sequences of equal lengths are another kernel's."""
+    is_plain = all(can_bypass_dispatcher(x, has_gradient=False) for x in (q, k, v))
+    if lengths.is_equal or not is_plain or not _has_kernel(q):
+        return False
+    return lengths.has_tiles or not torch.cuda.is_current_stream_capturing()
+
+
 def attend_varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: VarlenBatch, softmax_scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: PackedLengths, softmax_scale: float
 ) -> torch.Tensor:
-    """attention_varlen of sequences that are all new, for what has_varlen_kernel accepts; differentiable.
+    """attention_varlen of sequences that are all new, for what takes_pack accepts; differentiable once.
 
     Args:
         q: [T, H, D]; T > 0.
         k: [T, KH, D], as v.
+        softmax_scale: more than 0.
     Returns:
         [T, H, D].
     """
-    return VarlenAttention.apply(q, k, v, batch, softmax_scale)
+    has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    return VarlenAttention.apply(q, k, v, lengths.varlen, softmax_scale, has_gradient)
 
 
 def store_attended(found: torch.Tensor | QuantizedTensor, out: torch.Tensor | QuantizedTensor) -> None:
@@ -114,20 +126,19 @@ def empty_codes(num_tokens: int, width: int, scaling: Scaling, device: torch.dev
 def empty_scale(num_tokens: int, width: int, scaling: Scaling, device: torch.device) -> torch.Tensor:
     """Their scale's: one group of all tokens after the other, as GEMMs take them."""
     rows, groups = scaling.scale_shape(num_tokens, width)
-    return torch.empty(groups, rows, device=device).t()
+    return torch.empty(groups, rows, dtype=torch.float32, device=device).t()
 
 
 def stores_codes(q: torch.Tensor, scaling: Scaling) -> bool:
     """Whether attention_varlen of such queries [T, H, D] stores codes without another pass."""
-    if not has_varlen_kernel(q):
+    if not _has_kernel(q):
         return False
     from octavo.ops.attention.varlen import triton
 
     return triton.can_quantize(scaling, q.shape[2])
 
 
-def has_varlen_kernel(q: torch.Tensor) -> bool:
-    """Whether our kernel takes such queries [T, H, D]."""
+def _has_kernel(q: torch.Tensor) -> bool:
     if not q.is_cuda or env.force_reference():
         return False
     from octavo.ops.attention.varlen import triton
@@ -149,5 +160,7 @@ def _check(
             f"[T, H, D] or codes [T, H * D], got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, "
             f"out {tuple(out.shape)}"
         )
+    if not q.dtype == k.dtype == v.dtype:
+        raise DtypeError(f"attention_varlen takes q, k and v of one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
     batch.lengths.check(q.shape[0])
     batch.key_lengths.check(k.shape[0])

@@ -13,13 +13,18 @@ class VarlenAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: VarlenBatch, softmax_scale: float
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: VarlenBatch,
+        softmax_scale: float,
+        has_gradient: bool,
     ) -> torch.Tensor:
         from octavo.ops.attention.varlen.triton import attention_varlen
 
-        q, k, v = (x.contiguous() for x in (q, k, v))
+        q, k, v = (_mappable(x) for x in (q, k, v))
         out = torch.empty_like(q)
-        has_gradient = any(ctx.needs_input_grad[:3])
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if has_gradient else None
         attention_varlen(q, k, v, batch, softmax_scale, out, lse)
         if lse is not None:
@@ -33,5 +38,11 @@ class VarlenAttention(torch.autograd.Function):
         from octavo.ops.attention.varlen.triton.backward import attend_backward
 
         q, k, v, out, lse = ctx.saved_tensors
-        grads = attend_backward(grad.contiguous(), q, k, v, out, lse, ctx.batch, ctx.softmax_scale)
-        return (*grads, None, None)
+        grads = attend_backward(_mappable(grad), q, k, v, out, lse, ctx.batch, ctx.softmax_scale)
+        return (*grads, None, None, None)
+
+
+def _mappable(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous, at an address that tensor maps take."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x

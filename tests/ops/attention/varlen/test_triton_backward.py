@@ -42,6 +42,37 @@ def test_it_is_the_gradient(lengths: list[int], heads: tuple[int, int, int], dty
     assert_all_bitwise(gradients(lengths, operands, grad), found)
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # of NumPy, in the interpreter
+@pytest.mark.parametrize("poisoned", range(4), ids=["q", "k", "v", "grad"])
+def test_a_sequence_with_nan_leaves_the_others_their_bits(poisoned: int) -> None:
+    lengths = [70, 65, 30]
+    tensors = [*draw([(0, n) for n in lengths], (2, 1, 64), torch.bfloat16, DEVICE)]
+    tensors.append(tensors[0].flip(0).contiguous())
+    clean = gradients(lengths, tuple(tensors[:3]), tensors[3])
+    tensors[poisoned][70:135] = float("nan")
+    found = gradients(lengths, tuple(tensors[:3]), tensors[3])
+    assert any(x[70:135].isnan().any() for x in found)
+    for part in (slice(70), slice(135, None)):
+        assert_all_bitwise(tuple(x[part] for x in found), tuple(x[part] for x in clean))
+
+
+@pytest.mark.skipif(is_interpreting(), reason="autograd asks whether there is a GPU")
+def test_autograd_takes_what_no_tensor_map_does() -> None:
+    lengths = [70, 65]
+    packed = PackedLengths.from_lengths(lengths, DEVICE)
+    aligned = draw([(0, n) for n in lengths], (2, 1, 64), torch.bfloat16, DEVICE)
+    grad = aligned[0].flip(0).contiguous()
+    found = []
+    for shift in (0, 1):
+        leaves = [x.flatten().requires_grad_() for x in aligned]
+        before = grad.new_zeros(shift)
+        views = [torch.cat([before, x])[shift:].view(y.shape) for x, y in zip(leaves, aligned, strict=True)]
+        out = attention_packed(*views, packed, softmax_scale=0.125)[0]
+        torch.cat([before, out.flatten()])[shift:].backward(grad.flatten())
+        found.append((out, *(x.grad for x in leaves)))
+    assert_all_bitwise(*found)
+
+
 @pytest.mark.skipif(is_interpreting(), reason="autograd asks whether there is a GPU")
 def test_autograd_takes_it() -> None:
     lengths = [300, 64, 1, 129, 700, 4]
@@ -53,4 +84,4 @@ def test_autograd_takes_it() -> None:
     expected = gradients(lengths, tuple(x.detach() for x in leaves), grad)
     assert_all_bitwise((out.detach(), *(x.grad for x in leaves)), expected)
     with torch.no_grad():
-        assert_bitwise(attend_varlen(*leaves, packed.varlen, 128**-0.5), out)
+        assert_bitwise(attend_varlen(*leaves, packed, 128**-0.5), out)

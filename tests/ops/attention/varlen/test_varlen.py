@@ -1,9 +1,13 @@
 """Ragged sequences attend as each would on its own, and what does not fit together is refused."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
-from octavo.errors import BackendError, ShapeError
+from octavo.errors import BackendError, DtypeError, ShapeError
+from octavo.ops.attention import PackedLengths, attention_packed
 from octavo.ops.attention.varlen import TILE_ROWS, VarlenBatch, attention_varlen
 from octavo.testing import assert_sqnr
 from tests.ops.attention.varlen.spans import MIXED, NEW, draw, expected
@@ -35,6 +39,23 @@ def test_tiles_hold_every_query_once_and_most_keys_first() -> None:
     assert new.key_lengths is new.lengths
 
 
+def test_measured_lengths_are_their_own() -> None:
+    cu_seqlens = torch.tensor([0, 3, 8], dtype=torch.int32)
+    lengths = PackedLengths.from_cu_seqlens(cu_seqlens)
+    assert not lengths.has_tiles
+    batch = lengths.varlen
+    assert lengths.has_tiles and lengths.varlen.tiles is batch.tiles
+    cu_seqlens.fill_(100)
+    assert batch.lengths.cu_seqlens.tolist() == [0, 3, 8]
+    lengths_left = weakref.ref(lengths)
+    gc.disable()  # the collector would free a circle of them, later than a GPU's memory is wanted
+    try:
+        del lengths, batch
+        assert lengths_left() is None
+    finally:
+        gc.enable()
+
+
 def test_nothing_to_do() -> None:
     q, k, v = draw([], HEADS, torch.bfloat16, "cpu")
     batch, out = VarlenBatch.of([], torch.device("cpu")), q.clone()
@@ -61,3 +82,7 @@ def test_what_does_not_fit_together() -> None:
         attention_varlen(q, k[1:], v[1:], batch, out, softmax_scale=1.0)
     with pytest.raises(BackendError, match="softmax_scale above 0, got 0"):
         attention_varlen(q, k, v, batch, out, softmax_scale=0)
+    with pytest.raises(DtypeError, match=r"one dtype, got torch\.bfloat16, torch\.bfloat16 and torch\.float16"):
+        attention_varlen(q, k, v.half(), batch, out, softmax_scale=1.0)
+    with pytest.raises(DtypeError, match=r"one dtype, got torch\.bfloat16, torch\.float16 and torch\.float16"):
+        attention_packed(q, k.half(), v.half(), batch.lengths, softmax_scale=1.0)

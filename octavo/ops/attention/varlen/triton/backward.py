@@ -1,8 +1,8 @@
 """Triton: the gradient of causal attention over packed sequences of 16 bits.
 
 A program owns TILE_ROWS keys, or queries, and walks the tiles that see them: no sum crosses programs, so that the bits
-are always the same. Rows behind a sequence's end are another's: they weigh nothing, since their sums count as infinite
-or no query of the sequence sees them; a NaN among them would show, as it does in all gradients of a step.
+are always the same. Rows behind a sequence's end are another's: steps that may hold some make zeros of them, since a
+NaN times a weight of zero would be a NaN.
 Legend: T tokens, H query heads, KH kv heads, G = H / KH, D head_dim, M queries and N keys of a tile.
 """
 
@@ -38,6 +38,12 @@ def _statistics(lse, delta, start, row, length, head, H: tl.constexpr):
 
 
 @triton.jit
+def _own_rows(x, row, length):
+    """Rows [M, D] that a tensor map has loaded, zeros from the sequence's end on."""
+    return tl.where((row < length)[:, None], x, 0.0)
+
+
+@triton.jit
 def _add_queries(k_acc, v_acc, keys, values, queries, grads, logs, delta, is_seen, scale):
     """One step of varlen_key_gradients: queries and grads [M, D]; is_seen [N, M] or None."""
     p = tl.exp2(tl.dot(keys, tl.trans(queries)) * scale - logs[None, :])
@@ -55,27 +61,33 @@ def varlen_key_gradients(
     G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """grad_k and grad_v of N keys of one kv head, over its G query heads in their order."""
-    kv_head = tl.program_id(0)
-    start, length, first = _find_tile(starts, tiles, tl.num_programs(1) - 1 - tl.program_id(1))  # most queries first
+    KH: tl.constexpr = H // G
+    kv_head = tl.program_id(0) % KH
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KH  # most queries first
+    start, length, first = _find_tile(starts, tiles, tile)
+    whole = first + N + tl.maximum(length - first - N, 0) // M * M  # all steps from first + N up to here are
+    num_masked = N // M + (whole < length).to(tl.int32)
     n = first + tl.arange(0, N)
     keys = k.load([start + first, kv_head * D])
     values = v.load([start + first, kv_head * D])
     k_acc = tl.zeros([N, D], tl.float32)
     v_acc = tl.zeros([N, D], tl.float32)
     for head in range(kv_head * G, kv_head * G + G):
-        for begin in range(first, first + N, M):  # on the diagonal
+        # on the diagonal, then what is left behind the whole steps; stages here would spill registers
+        for step in tl.range(0, num_masked, num_stages=1):
+            begin = tl.where(step < N // M, first + step * M, whole)
             m = begin + tl.arange(0, M)
             logs, deltas = _statistics(lse, delta, start, m, length, head, H)
-            queries = q.load([start + begin, head * D])
-            grads = grad.load([start + begin, head * D])
+            queries = _own_rows(q.load([start + begin, head * D]), m, length)
+            grads = _own_rows(grad.load([start + begin, head * D]), m, length)
             is_seen = n[:, None] <= m[None, :]
             k_acc, v_acc = _add_queries(k_acc, v_acc, keys, values, queries, grads, logs, deltas, is_seen, scale)
-        for begin in tl.range(first + N, length, M, num_stages=STAGES):
+        for begin in tl.range(first + N, whole, M, num_stages=STAGES):
             logs, deltas = _statistics(lse, delta, start, begin + tl.arange(0, M), length, head, H)
             queries = q.load([start + begin, head * D])
             grads = grad.load([start + begin, head * D])
             k_acc, v_acc = _add_queries(k_acc, v_acc, keys, values, queries, grads, logs, deltas, None, scale)
-    places = (start + n).to(tl.int64)[:, None] * (H // G * D) + kv_head * D + tl.arange(0, D)[None, :]
+    places = (start + n).to(tl.int64)[:, None] * (KH * D) + kv_head * D + tl.arange(0, D)[None, :]
     is_key = (n < length)[:, None]
     tl.store(grad_k + places, (k_acc * softmax_scale).to(grad_k.dtype.element_ty), mask=is_key)
     tl.store(grad_v + places, v_acc.to(grad_v.dtype.element_ty), mask=is_key)
@@ -97,8 +109,8 @@ def varlen_query_gradients(
     G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """grad_q of M queries of one head."""
-    head = tl.program_id(0)  # heads that share keys run side by side
-    start, length, first = _find_tile(starts, tiles, tl.program_id(1))
+    head = tl.program_id(0) % H  # heads that share keys run side by side
+    start, length, first = _find_tile(starts, tiles, tl.program_id(0) // H)
     m = first + tl.arange(0, M)
     queries = q.load([start + first, head * D])
     grads = grad.load([start + first, head * D])
@@ -110,7 +122,7 @@ def varlen_query_gradients(
         acc = _add_keys(acc, queries, grads, keys, values, logs, deltas, None, scale)
     for begin in range(first, first + M, N):  # on the diagonal
         n = begin + tl.arange(0, N)
-        keys = k.load([start + begin, head // G * D])
+        keys = _own_rows(k.load([start + begin, head // G * D]), n, length)
         values = v.load([start + begin, head // G * D])
         acc = _add_keys(acc, queries, grads, keys, values, logs, deltas, n[None, :] <= m[:, None], scale)
     places = (start + m).to(tl.int64)[:, None] * (H * D) + head * D + tl.arange(0, D)[None, :]
@@ -154,10 +166,10 @@ def attend_backward(
             varlen_key_gradients, **shape, M=QUERIES_A_STEP, N=TILE_ROWS, STAGES=KEY_STAGES, num_warps=KEY_WARPS
         )
         queries = (fetched(q, QUERIES_A_STEP), fetched(grad, QUERIES_A_STEP))
-        by_key((KH, num_tiles), grad_k, grad_v, fetched(k, TILE_ROWS), fetched(v, TILE_ROWS), *queries, *rest)
+        by_key((KH * num_tiles,), grad_k, grad_v, fetched(k, TILE_ROWS), fetched(v, TILE_ROWS), *queries, *rest)
         by_query = launcher_of(
             varlen_query_gradients, **shape, M=TILE_ROWS, N=KEYS_A_STEP, STAGES=QUERY_STAGES, num_warps=QUERY_WARPS
         )
         keys = (fetched(k, KEYS_A_STEP), fetched(v, KEYS_A_STEP))
-        by_query((H, num_tiles), grad_q, *keys, fetched(q, TILE_ROWS), fetched(grad, TILE_ROWS), *rest)
+        by_query((H * num_tiles,), grad_q, *keys, fetched(q, TILE_ROWS), fetched(grad, TILE_ROWS), *rest)
     return grad_q, grad_k, grad_v

@@ -71,7 +71,7 @@ def load_config(cls: type[C], path: str | Path, overrides: Iterable[str] = ()) -
         the config; values are taken strictly (`"5"` is no integer, an integer is a number). Keys of the file that an
         override leaves without meaning (`cls.drop_displaced`) are removed, and named on standard error.
     Raises:
-        ConfigError: names the file or `--set`, the key, what was got and what is allowed.
+        ConfigError: names the file or the command line, the key, what was got and what is allowed.
     """
     if (found := _of_today(Path(path))) != Path(path):
         warn_of_former(str(path), str(found))
@@ -170,9 +170,9 @@ def _explain(cls: type[Config], error: ValidationError, source: str, overridden:
         key = ".".join(map(str, detail["loc"]))
         is_override = any(f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.") for other in overridden)
         if key:
-            origin = "--set" if is_override else source
+            origin = "command line" if is_override else source
         else:  # a rule over several keys, of which some may have come from outside
-            origin = f"{source} with --set {', '.join(sorted(overridden))}" if overridden else source
+            origin = f"{source} with {', '.join(sorted(overridden))} of the command line" if overridden else source
         lines.append(f"{origin}: {_explain_one(cls, detail, key)}")
     return "\n".join(lines)
 

@@ -116,13 +116,13 @@ def test_refusal_names_the_file_and_the_fault(tmp_path: Path, text: str, expecte
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("optimizer.lrr=1", "--set: unknown key optimizer.lrr; did you mean optimizer.lr?"),
+        ("optimizer.lrr=1", "command line: unknown key optimizer.lrr; did you mean optimizer.lr?"),
         (
             "section.key=1",
-            "--set: unknown key section; the known keys here are fused, optimizer, path, steps, variants",
+            "command line: unknown key section; the known keys here are fused, optimizer, path, steps, variants",
         ),
-        ("steps=many", '--set: steps must be a valid integer, got "many" (str)'),
-        ("optimizer.kind=lion", "--set: optimizer.kind must be 'adamw' or 'sgd', got \"lion\" (str)"),
+        ("steps=many", 'command line: steps must be a valid integer, got "many" (str)'),
+        ("optimizer.kind=lion", "command line: optimizer.kind must be 'adamw' or 'sgd', got \"lion\" (str)"),
         ("steps", "--set 'steps': must have the form section.key=value"),
         ("=5", "--set '=5': must have the form section.key=value"),
         ("a..b=5", "--set 'a..b=5': must have the form section.key=value"),
@@ -136,7 +136,7 @@ def test_refused_override_is_named_as_such(tmp_path: Path, override: str, expect
 def test_a_rule_over_several_keys_names_what_came_from_outside(tmp_path: Path) -> None:
     text, rule = "steps = 101", "sgd takes 100 steps at most, got steps=101"
     file = tmp_path / "run.toml"
-    assert refusal(tmp_path, text, "optimizer.kind=sgd") == f"{file} with --set optimizer.kind: {rule}"
+    assert refusal(tmp_path, text, "optimizer.kind=sgd") == f"{file} with optimizer.kind of the command line: {rule}"
     assert refusal(tmp_path, text + "\n[optimizer]\nkind = 'sgd'") == f"{file}: {rule}"
 
 

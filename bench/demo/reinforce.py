@@ -52,7 +52,7 @@ class ReinforceVariant:
         accuracy_before: on held-out problems, by a bf16 greedy engine.
         accuracy_after: the same, after the run.
         study: importance weights of the warm policy's rollouts under this variant's two numerics.
-        answers: a few of the last step.
+        answers: some of the last step, right ones first.
         seconds: of all of it.
     """
 
@@ -214,7 +214,6 @@ def _run_variant(config: RLConfig, tell: Tell) -> ReinforceVariant:
         raise KeyboardInterrupt  # a demo does not go on with half a variant
     rollouts = result.last_rollouts
     answers = zip(rollouts.prompts, rollouts.completions, rollouts.rewards.tolist(), strict=True)
-    every = config.rollout.samples_per_prompt
     return ReinforceVariant(
         trainer=_in_words(config.trainer_numerics),
         sampler=_in_words(config.rollout_numerics),
@@ -222,9 +221,15 @@ def _run_variant(config: RLConfig, tell: Tell) -> ReinforceVariant:
         accuracy_before=result.heldout_reward_before,
         accuracy_after=result.heldout_reward_after,
         study=study,
-        answers=[ScoredAnswer(*answer) for answer in list(answers)[::every][:8]],
+        answers=_some_of_both([ScoredAnswer(*answer) for answer in answers]),
         seconds=time.monotonic() - began,
     )
+
+
+def _some_of_both(answers: list[ScoredAnswer]) -> list[ScoredAnswer]:
+    """Up to four right ones, then up to four wrong ones, in their order."""
+    right, wrong = ([each for each in answers if (each.reward > 0) is wanted] for wanted in (True, False))
+    return right[:4] + wrong[:4]
 
 
 def _in_words(numerics: Numerics) -> str:

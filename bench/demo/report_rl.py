@@ -55,7 +55,7 @@ def reward_section(reinforcement: Reinforcement) -> Section:
             f"Accuracy on {reinforcement.num_heldout} problems that training never shows, greedy, by a bf16 engine "
             "for both variants. Look for a rise over step 0, the warm start.",
         )
-        + table(["the exact variant's last step", ""], answers)
+        + table(["some answers of the exact variant's last step, right and wrong", ""], answers)
     )
     return Section("reward", "Reinforcement learning", body)
 

@@ -16,6 +16,7 @@ from octavo.env import admin_key_from_env, api_key_from_env
 from octavo.errors import BackendError, ConfigError, install_extra
 from octavo.models import ModelConfig
 from octavo.models.chat import describe_template
+from octavo.models.checkpoint import record
 from octavo.models.checkpoint.dialects import read_config
 from octavo.serve import LLM
 from octavo.serve.compile_ahead import fork_ahead
@@ -198,4 +199,7 @@ class Asked:
         mode = ", exact" if numerics.exact else ""
         text = "linears %s, attention %s, %d KV pages in %s%s"
         logger.info(text, numerics.recipe.name, numerics.attention_dtype, pages, numerics.kv_cache_dtype, mode)
+        trained = record.read(self.model)
+        if trained is not None and self.how["quantization"] is None and numerics.recipe.name != trained.recipe:
+            logger.info("trained under %s; --quantization %s serves it so", trained.recipe, trained.recipe)
         return engine

@@ -68,7 +68,7 @@ class Transcript:
 def choose_transcripts(
     step: int, rollouts: Rollouts, trainer_logprobs: torch.Tensor, tokenizer: Tokenizer
 ) -> list[Transcript]:
-    """The responses of a step that are worth a look: best and worst reward, and the largest mismatch of a token.
+    """The responses of a step that are worth a look: best and worst reward, and the largest mismatch if there is one.
 
     Args:
         trainer_logprobs: [tokens] fp32 on the CPU, packed as rollouts.rollout_logprobs.
@@ -80,8 +80,9 @@ def choose_transcripts(
     wanted = {
         int(rollouts.rewards.argmax()): "best reward",
         int(rollouts.rewards.argmin()): "worst reward",
-        max(range(len(worst)), key=worst.__getitem__): "largest mismatch",
     }
+    if any(worst):
+        wanted[max(range(len(worst)), key=worst.__getitem__)] = "largest mismatch"
     return [_transcript(step, why, index, rollouts, trainer_logprobs, tokenizer) for index, why in wanted.items()]
 
 

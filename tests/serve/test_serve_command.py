@@ -170,6 +170,18 @@ def test_what_is_served_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert caplog.messages[-1] == "linears rowwise, attention bf16, 4 KV pages in fp8, exact"
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "blockwise"])
+def test_the_recipe_of_training_is_said_where_another_one_is_served(
+    recipe: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_model(make_model("llama", recipe, num_layers=1), tmp_path)
+    with caplog.at_level("INFO"):
+        for quantization in (None, "blockwise"):
+            Asked(tmp_path, None, HOW | {"quantization": quantization}, EngineConfig(num_kv_pages=4)).build()
+    said = [text for text in caplog.messages if text.startswith("trained")]
+    assert said == ["trained under blockwise; --quantization blockwise serves it so"] * (recipe == "blockwise")
+
+
 def test_the_ends_of_sequence_of_a_generation_config(tmp_path: Path) -> None:
     save_model(make_model("llama", "bf16", num_layers=1), tmp_path)
     how = HOW | {"kv_cache_dtype": "fp8"}

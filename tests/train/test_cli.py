@@ -100,7 +100,7 @@ def test_an_interrupted_run_has_the_signals_exit_code(config, number, code, step
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--set", "run.stpes=3"], "error: --set: unknown key run.stpes; did you mean run.steps?"),
+        (["--set", "run.stpes=3"], "error: command line: unknown key run.stpes; did you mean run.steps?"),
         (["--set", "precision.recipe=fp9"], "unknown recipe 'fp9'"),
         (["--set", "data.path=gone.txt"], "error: gone.txt: no such file or directory"),
         (["--device", "toaster"], "run.device must be"),

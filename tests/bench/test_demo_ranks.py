@@ -62,9 +62,8 @@ def kill_in_forks(num_ranks: int, out: Path) -> int:
     return len(read_metrics(metrics))
 
 
-@pytest.mark.parametrize(
-    "are_forks", [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.largest)]
-)
+@pytest.mark.largest
+@pytest.mark.parametrize("are_forks", [True, False])
 def test_two_ranks_are_equal_to_one_process_and_a_difference_is_seen(
     are_forks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,7 +128,7 @@ def test_the_command_trains_three_seeds_of_each_kind(tmp_path: Path, monkeypatch
     assert trained == [(qk_norm, seed) for seed in range(3) for qk_norm in (False, True)]
 
 
-@pytest.mark.slow
+@pytest.mark.largest
 def test_the_command_trains_measures_and_writes_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()

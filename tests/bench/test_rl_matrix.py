@@ -118,7 +118,7 @@ def test_a_toy_run_is_cut_off_and_goes_on(tmp_path: Path) -> None:
     assert len(read_metrics(job.folder / "metrics.jsonl", StepRow)) == 6
 
 
-@pytest.mark.slow(first=True)
+@pytest.mark.largest
 def test_a_command_runs_its_jobs_as_processes(tmp_path: Path) -> None:
     rest = ["--work", str(tmp_path / "work"), "--out", str(tmp_path), "--device", "cpu", "--quick", "--seeds", "0"]
     rest += [word for text in (*TINY, "trainer.steps=2") for word in ("--set", text)]

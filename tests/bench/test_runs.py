@@ -43,9 +43,9 @@ PAIRS = ("bf16", "Q/DQ", "Q/DQ fused", "Q/DQ fused, fast sums")
         pytest.param(
             *("step", {"recipes": ("delayed",), "passes": 1}, STEPS),
             {"step time", "throughput", "peak memory", "speedup", "share of the roofline", "loss after 12 steps"},
-            marks=SLOW,
+            marks=pytest.mark.largest,
         ),
-        pytest.param("sizes", {"recipes": ("blockwise",)}, set(), {"step time", "speedup"}, marks=SLOW),
+        pytest.param("sizes", {"recipes": ("blockwise",)}, set(), {"step time", "speedup"}, marks=pytest.mark.largest),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -157,10 +157,10 @@ def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
 
 def run_ignoring() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.exit(pytest.main([__file__, "-q", "--assert=plain", "-p", "no:cacheprovider", "-m", "not slow"]))
+    sys.exit(pytest.main([__file__, "-q", "--assert=plain", "-p", "no:cacheprovider", "-m", "not slow and not largest"]))
 
 
-@pytest.mark.slow
+@pytest.mark.largest
 def test_these_tests_pass_where_sigint_is_ignored(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as log:
         code = forks.Fork(run_ignoring, streams=(log.fileno(), log.fileno())).wait(300)

@@ -128,7 +128,7 @@ def test_scales_shared_between_tokens_are_not_exact() -> None:
 )
 def test_exact_at_every_batch(family: str, recipe: str, batch: int) -> None:
     model = make_model(family, recipe, seed=batch)
-    caching = (True, False) if batch < 64 else (True,)  # the largest takes long
+    caching = (True, False) if 1 < batch < 64 else (True,)  # one alone has no preemption; the largest takes long
     num_updates = 0 if (family, batch) == ("qwen3", 64) else 1  # the one of CI; new weights meet the smaller ones there
     assert gap_of_a_run(model, batch, num_updates, num_pages=3, caching=caching) == 0.0
 
@@ -150,7 +150,7 @@ def test_exact_on_the_gpu(family: str, recipe: str) -> None:
 
 
 def test_a_watched_norm_is_called_and_changes_no_bit() -> None:
-    """The fused road from a projection to the cache would pass a hooked module by."""
+    """The fused path from a projection to the cache would pass a hooked module by."""
     model = make_model("qwen3", "blockwise")
     params = SamplingParams(max_tokens=4, temperature=0, logprobs=0)
     plain = LLM(model).generate([[1, 2, 3]], params)[0].outputs

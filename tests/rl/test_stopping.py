@@ -157,7 +157,8 @@ def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
 
 def run_ignoring() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.exit(pytest.main([__file__, "-q", "--assert=plain", "-p", "no:cacheprovider", "-m", "not slow and not largest"]))
+    options = ["-q", "--assert=plain", "-p", "no:cacheprovider", "-m", "not slow and not largest"]
+    sys.exit(pytest.main([__file__, *options]))
 
 
 @pytest.mark.largest

@@ -26,6 +26,7 @@ def optimizers(monkeypatch: pytest.MonkeyPatch) -> list[torch.optim.Optimizer]:
     return made
 
 
+@pytest.mark.largest
 def test_fp8_adamw_is_a_variant_of_its_own(
     tmp_path: Path, optimizers: list[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

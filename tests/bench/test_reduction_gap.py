@@ -59,7 +59,7 @@ def bench(rank: int, _: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.largest
 def test_every_variant_has_its_gap_and_a_cut_run_goes_on() -> None:
     first, second = run_group(bench, 2)
     losses = first["losses"]

@@ -43,7 +43,8 @@ def bench(_: int, world: int) -> Any:
     return rows
 
 
-@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(n, marks=pytest.mark.largest) for n in (4, 8))])
+@pytest.mark.largest
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_toys_of_the_whole_model_and_of_ordered_gradients(num_ranks: int) -> None:
     rows = run_group(bench, num_ranks)[0]
     hsdp = {f"HSDP 2 x {num_ranks // 2}"} if num_ranks > 2 else set()

@@ -1,5 +1,6 @@
 """Attention of mixed steps from lists of work: the same as without them, whatever fills the lists up."""
 
+import functools
 import random
 from typing import Any
 
@@ -83,13 +84,19 @@ def random_spans(
 LENGTHS = (150, 65, 77, 64, 200, 129, 3)
 
 
+@functools.cache
+def usual(kv: str) -> tuple[Sequences, torch.Tensor]:
+    """The sequences of most tests, which write nothing to their cache, and what their tokens attend to."""
+    sequences = Sequences(LENGTHS, 4, 2, 32, kv)
+    return sequences, sequences.whole()
+
+
 @EACH_CACHE
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("seed", range(1 if is_interpreting() else 10))
 def test_any_mix(kv: str, exact: bool, seed: int) -> None:
     rng = random.Random(seed)
-    sequences = Sequences(LENGTHS, 4, 2, 32, kv)
-    whole = sequences.whole()
+    sequences, whole = usual(kv)
     step = Step(sequences, random_spans(rng, LENGTHS, rng.randint(3, 6), rng.randint(1, 3)), exact)
     out, wanted = step.attend(), whole[step.index]
     n = len(wanted)
@@ -104,16 +111,14 @@ def test_any_mix(kv: str, exact: bool, seed: int) -> None:
 @EACH_CACHE
 @pytest.mark.parametrize("spans", [[(0, 149, 150), (4, 199, 200)], [(4, 100, 200)]], ids=["decodes", "prompts"])
 def test_one_kind_alone(kv: str, spans: list[Span]) -> None:
-    sequences = Sequences(LENGTHS, 4, 2, 32, kv)
-    whole = sequences.whole()
+    sequences, whole = usual(kv)
     step = Step(sequences, spans, exact=True)
     assert_bitwise(step.attend()[:-5], whole[step.index])
 
 
 @EACH_CACHE
 def test_a_list_of_smaller_tiles_and_single_tokens_as_tiles(kv: str) -> None:
-    sequences = Sequences(LENGTHS, 4, 2, 32, kv)
-    whole = sequences.whole()
+    sequences, whole = usual(kv)
     spans = [(0, 149, 150), (4, 100, 200), (1, 0, 65)]
     own = kernels.mixed_tile_rows(sequences.layer, exact=True)
     for how in ({"rows": own // 2}, {"as_tiles": True}):
@@ -123,8 +128,7 @@ def test_a_list_of_smaller_tiles_and_single_tokens_as_tiles(kv: str) -> None:
 
 def test_an_entry_within_a_tile_is_skipped() -> None:
     """Two programs of the same rows would write what they merged so far over each other's."""
-    sequences = Sequences(LENGTHS, 4, 2, 32, "fp8")
-    sequences.whole()
+    sequences, _ = usual("fp8")
     step = Step(sequences, [(4, 100, 200)], exact=True)
     within = step.batch.tiles[:, 1] + kernels.mixed_tile_rows(sequences.layer, exact=True) // 2
     step.batch.tiles[:, 1] = within
@@ -134,8 +138,7 @@ def test_an_entry_within_a_tile_is_skipped() -> None:
 def test_each_sequence_counts_its_own_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """One whose splits are not all there is left; the others end as ever, though programs run in any order."""
     monkeypatch.setattr(kernels, "arrivals_of", lambda device, num: torch.zeros(num, dtype=torch.int32, device=device))
-    sequences = Sequences(LENGTHS, 4, 2, 32, "fp8")
-    whole = sequences.whole()
+    sequences, whole = usual("fp8")
     for missing in (2, 7):  # of the first sequence, and of the last one
         step = Step(sequences, [(0, 149, 150), (2, 76, 77), (5, 128, 129)], exact=True)
         assert step.batch.splits[missing].tolist() == [2 * (missing // 7), 2]

@@ -200,6 +200,7 @@ class Asked:
         text = "linears %s, attention %s, %d KV pages in %s%s"
         logger.info(text, numerics.recipe.name, numerics.attention_dtype, pages, numerics.kv_cache_dtype, mode)
         trained = record.read(self.model)
-        if trained is not None and self.how["quantization"] is None and numerics.recipe.name != trained.recipe:
+        is_declared = self.how["quantization"] is not None or numerics.recipe.input is not None  # or FP8 already
+        if trained is not None and not is_declared and trained.recipe != numerics.recipe.name:
             logger.info("trained under %s; --quantization %s serves it so", trained.recipe, trained.recipe)
         return engine

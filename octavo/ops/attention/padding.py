@@ -58,7 +58,7 @@ class PackedLengths:
         lengths = [end - start for start, end in itertools.pairwise(ends)]
         if not ends or ends[0] != 0 or any(n < 0 for n in lengths):
             raise ShapeError(f"cu_seqlens must rise from 0, got {ends}")
-        # what is read here must stay what kernels read, whoever writes to the caller's
+        # a copy: kernels must find the lengths that are read here, also after a write to the caller's tensor
         return cls._measured(cu_seqlens.reshape(-1).to(torch.int32, copy=True).contiguous(), lengths)
 
     @classmethod

@@ -77,10 +77,12 @@ def attention_varlen(
 
 def takes_pack(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: PackedLengths) -> bool:
     """Whether attend_varlen takes them; sequences of equal lengths are another kernel's."""
-    is_plain = all(can_bypass_dispatcher(x, has_gradient=False) for x in (q, k, v))
-    if lengths.is_equal or not is_plain or not _has_kernel(q):
-        return False
-    return lengths.has_tiles or not torch.cuda.is_current_stream_capturing()
+    return (
+        not lengths.is_equal
+        and all(can_bypass_dispatcher(x, has_gradient=False) for x in (q, k, v))
+        and _has_kernel(q)
+        and (lengths.has_tiles or not torch.cuda.is_current_stream_capturing())
+    )
 
 
 def attend_varlen(

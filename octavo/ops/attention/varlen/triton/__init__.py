@@ -16,10 +16,10 @@ from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
 from octavo.ops.attention.padding import TILE_ROWS, VarlenBatch
+from octavo.ops.attention.triton import LN_2, LOG2_E
 from octavo.ops.attention.triton.kernels import store_heads
 from octavo.ops.quantize.triton.plan import rule_of_rows
 
-LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 HEAD_DIMS = (64, 128)
 
 

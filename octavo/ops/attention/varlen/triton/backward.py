@@ -13,9 +13,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
 from octavo.ops.attention.padding import TILE_ROWS, VarlenBatch
+from octavo.ops.attention.triton import LOG2_E
 from octavo.ops.attention.triton.backward import DELTA_ROWS, delta_rows
 
-LOG2_E = 1.4426950408889634
 QUERIES_A_STEP, KEY_STAGES, KEY_WARPS = 32, 3, 4
 KEYS_A_STEP, QUERY_STAGES, QUERY_WARPS = 32, 3, 4
 

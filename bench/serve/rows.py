@@ -82,11 +82,11 @@ def add_first_batches(record: Record, case: str, first: FirstBatches) -> None:
     record.add(case, "throughput of the first batch", "tokens/s", rate, None, None, *second)
 
 
-def add_cold_start(record: Record, case: str, start: ColdStart) -> None:
-    """Rows of a process's start."""
-    record.add(case, "process start to first token", "s", start.seconds)
-    for stage, seconds in (("start and imports", start.start_s), ("load", start.load_s), ("request", start.request_s)):
-        record.add(case, f"{stage}, of that", "s", seconds)
-    if start.load_peak_bytes:
-        peak, weights = start.load_peak_bytes / 2**30, start.bf16_bytes / 2**30
+def add_cold_start(record: Record, case: str, starts: Sequence[ColdStart]) -> None:
+    """Rows of starts of a process: the median of each stage, and the largest peak."""
+    _add_spread(record, case, "process start to first token", "s", [start.seconds for start in starts])
+    for stage, name in (("start and imports", "start_s"), ("load", "load_s"), ("request", "request_s")):
+        _add_spread(record, case, f"{stage}, of that", "s", [getattr(start, name) for start in starts])
+    if largest := max(start.load_peak_bytes for start in starts):
+        peak, weights = largest / 2**30, starts[0].bf16_bytes / 2**30
         record.add(case, "peak memory of the load", "GiB", peak, peer="the weights in bf16", peer_value=weights)

@@ -48,7 +48,7 @@ from octavo.serve.engine import served_tokens
 _COLD_VARIANTS, _ONLINE_VARIANTS, _FIRST_BATCH_VARIANTS = ("fp8-kv",), ("fp8-kv",), ("fp8-kv",)
 _FIRST_BATCHES = ("8b-512x1000", "30b-a3b-256x512")
 _SERVED = "8b-512x1000"  # the workload that also goes through the server
-_NUM_RUNS = 3  # of a load on a server that is started here
+_NUM_RUNS = 3  # of a load on a server that is started here, and of a process's start
 _ONLINE_SECONDS = 20.0  # of arrivals of each
 _ENGINE_LEN = 2048  # of a sequence behind the server
 _COLD_LIMIT_S = 400.0
@@ -130,25 +130,30 @@ class ServeSession(Session):
             self.host.free()
 
     def _measure_cold_start(self, record: Record, variant: EngineVariant) -> str:
-        """A process without compiled kernels, then one that finds those of the first on the disk."""
+        """Processes without compiled kernels, then as many that find those of the last on the disk."""
         config, device, given = self._config("Qwen3-8B"), self.options.device, self.asked.checkpoint
         name, said = self._name("Qwen3-8B") if given is None else given.name, []
         with cold_start.checkpoint_of(config, device, given) as path, tempfile.TemporaryDirectory() as folder:
             self.host.free()
-            for what in ("cold start", "second start"):
+            runs = range(1 if self.options.quick else _NUM_RUNS)
+            caches = [Path(tempfile.mkdtemp(dir=folder)) for _ in runs]  # of a cold start each
+            for what, folders in (("cold start", caches), ("second start", caches[-1:] * len(runs))):
                 case = f"{name} {what}: {variant.label(self.recipe)}"
-                left_s = max(0.0, min(_COLD_LIMIT_S, self.deadline - time.perf_counter()))
-                how: dict[str, Any] = {"timeout_s": left_s, "quick": self.options.quick}
-                try:
-                    start = cold_start.measure_cold_start(path, variant, self.recipe, device, Path(folder), **how)
-                except BackendError:
-                    if time.perf_counter() >= self.deadline:
-                        raise OutOfTimeError from None
-                    raise
-                add_cold_start(record, case, start)
-                self.complaints += [f"{case}: {start.complaint}"] if start.complaint else []
-                said.append(f"{what} {start.seconds:.1f} s: {start}")
+                starts = [self._cold_start(path, variant, each) for each in folders]
+                add_cold_start(record, case, starts)
+                self.complaints += [f"{case}: {start.complaint}" for start in starts if start.complaint][:1]
+                said.append(f"{what} " + ", ".join(f"{start.seconds:.1f}" for start in starts) + " s")
         return "; ".join(said)
+
+    def _cold_start(self, path: Path, variant: EngineVariant, caches: Path) -> cold_start.ColdStart:
+        left_s = max(0.0, min(_COLD_LIMIT_S, self.deadline - time.perf_counter()))
+        how: dict[str, Any] = {"timeout_s": left_s, "quick": self.options.quick}
+        try:
+            return cold_start.measure_cold_start(path, variant, self.recipe, self.options.device, caches, **how)
+        except BackendError:
+            if time.perf_counter() >= self.deadline:
+                raise OutOfTimeError from None
+            raise
 
     def _measure_online(self, record: Record, variant: EngineVariant) -> str:
         load = self._load()

@@ -144,7 +144,8 @@ def test_a_cold_start_counts_the_memory_of_the_load() -> None:
     start = ColdStart(9.0, 4.0, 1.0, load_peak_bytes=9 << 30, bf16_bytes=16 << 30)
     for each, wanted in ((start, [(9.0, 16.0)]), (dataclasses.replace(start, load_peak_bytes=0), [])):  # a CPU has none
         record = Record("serve", "what", device="cpu")
-        add_cold_start(record, "x", each)
+        add_cold_start(record, "x", [each, dataclasses.replace(each, seconds=7.0, load_peak_bytes=0), each])
+        assert (record.rows[0]["value"], record.rows[0]["p20"], record.rows[0]["p80"]) == (9.0, 7.8, 9.0)
         peaks = [row for row in record.rows if row["metric"] == "peak memory of the load"]
         assert [(row["value"], row["peer_value"]) for row in peaks] == wanted
     said = "loading took up to 17.00 GiB, more than the 16.00 of the weights in bf16"

@@ -193,6 +193,17 @@ def test_queries_of_any_size(size: float) -> None:
     assert_sqnr(sequences.whole(), wanted.wanted(), 40.0)
 
 
+def watch_grids(grids: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Note each kernel that is launched, and its grid."""
+    launcher_of = kernels.launcher_of
+
+    def watched(kernel: object, **how: object) -> Any:
+        launch = launcher_of(kernel, **how)
+        return lambda grid, *given: grids.append((kernel, grid)) or launch(grid, *given)
+
+    monkeypatch.setattr(kernels, "launcher_of", watched)
+
+
 @EACH_CACHE
 @pytest.mark.parametrize("out_scaling", [None, Scaling()])
 @pytest.mark.parametrize(("longest", "limit"), [(200, "MAX_SPLIT_TILES"), (128, "MAX_HALVED_TILES")])
@@ -202,14 +213,8 @@ def test_many_tiles_walk_their_splits_alone_with_the_same_bits(
     sequences = Sequences((101, 64, 65, 1, longest), 4, 2, 128, kv)
     sequences.whole()  # so that all keys are in the cache
     newest = [(i, n - 1, n) for i, n in enumerate(sequences.lengths)]
-    outputs, grids = [], []
-    launcher_of = kernels.launcher_of
-
-    def watched(kernel: object, **how: object) -> Any:
-        launch = launcher_of(kernel, **how)
-        return lambda grid, *given: grids.append((kernel, grid)) or launch(grid, *given)
-
-    monkeypatch.setattr(kernels, "launcher_of", watched)
+    outputs, grids = [], list[Any]()
+    watch_grids(grids, monkeypatch)
     num_splits = -(-longest // kernels.SPLIT)
     for most, splits in ((10, num_splits), (9, 1), (10, num_splits)):  # of 5 sequences and 2 heads, counters as before
         monkeypatch.setattr(kernels, limit, most)
@@ -221,6 +226,17 @@ def test_many_tiles_walk_their_splits_alone_with_the_same_bits(
             assert_bitwise(found, outputs[0])
         else:
             assert_codes(found, outputs[0])
+
+
+def test_two_splits_of_one_softmax_walk_from_half_as_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    sequences = Sequences((101, 64, 65, 1, 128), 4, 2, 128, "fp8")
+    sequences.whole()
+    newest, grids = [(i, n - 1, n) for i, n in enumerate(sequences.lengths)], list[Any]()
+    watch_grids(grids, monkeypatch)
+    for most, splits in ((20, 2), (19, 1)):  # 10 tiles
+        monkeypatch.setattr(kernels, "MAX_HALVED_TILES", most)
+        sequences.attend(newest, exact=False)
+        assert grids.pop() == (attend_tiles, (5, 2, splits))
 
 
 def test_packed_keys_as_pages_and_the_log_of_the_sum() -> None:

@@ -39,7 +39,8 @@ LN_2 = 0.6931471805599453
 # New tokens of a sequence up to which splits run side by side: their tiles are too few otherwise.
 MAX_DECODE_TOKENS = 8
 # Tiles up to which they do; so many keep a GPU busy whose programs walk all their splits, which writes no parts. Of
-# two splits fewer do: sequences cannot differ so much that many programs wait for the longest.
+# two splits fewer do, and half of these where one softmax spares the walk its merges: sequences cannot differ so much
+# that many programs wait for the longest.
 MAX_SPLIT_TILES, MAX_HALVED_TILES = 2048, 512
 ANY_LENGTH = 1 << 30
 
@@ -102,7 +103,7 @@ def attention_paged(
     tile = tiles.decode if queries.is_decode else tiles.prefill if exact else tiles.fast
     is_one_token = queries.max_query_len == 1 and B == T and tile.groups * tile.rows >= H // KH
     num_tiles = B if is_one_token else T * (H // KH) // (tile.groups * tile.rows) + B
-    most_tiles = MAX_HALVED_TILES if num_splits == 2 else MAX_SPLIT_TILES
+    most_tiles = MAX_SPLIT_TILES if num_splits != 2 else MAX_HALVED_TILES if exact else MAX_HALVED_TILES // 2
     is_split = queries.is_decode and num_splits > 1 and num_tiles * KH <= most_tiles
     split = _split_of(layer, exact=exact, is_split=is_split)
     num_parts = num_splits if is_split else int(queries.max_seq_len > split)

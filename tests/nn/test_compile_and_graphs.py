@@ -35,8 +35,13 @@ def train(layer, call, steps, generator, device):
     return outputs, [p.grad.clone() for p in layer.parameters()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["bf16", *RECIPES])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(r, marks=pytest.mark.slow if r in ("delayed", "blockwise") else pytest.mark.largest)
+        for r in ("bf16", *RECIPES)
+    ],
+)
 def test_a_layer_compiles_whole_and_once(recipe, device):
     torch._dynamo.reset()
     eager, compiled = build(recipe, device), build(recipe, device)

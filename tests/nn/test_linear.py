@@ -314,8 +314,10 @@ def test_frozen_weight_and_frozen_input(generator):
     assert linear.weight.grad is not None
 
 
-@pytest.mark.slow(first=True)
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(r, marks=pytest.mark.slow if r == "blockwise" else pytest.mark.largest) for r in FP8_RECIPES],
+)
 def test_llama_ffn(recipe):
     """The Llama feed-forward block, 1024 / 4096, and once as wide inside as that of 4096: output and every gradient.
 

@@ -97,7 +97,8 @@ def final_loss(state_dtype: str, master_weights: str | None) -> float:
 
 
 @pytest.mark.parametrize(
-    ("state_dtype", "master_weights", "bound"), [("bf16", "remainder", 0.002), ("fp8", "remainder", 0.005)]
+    ("state_dtype", "master_weights", "bound"),
+    [pytest.param("bf16", "remainder", 0.002, marks=pytest.mark.largest), ("fp8", "remainder", 0.005)],
 )
 def test_it_learns_as_fp32_does(state_dtype: str, master_weights: str | None, bound: float) -> None:
     expected = final_loss("fp32", "fp32")

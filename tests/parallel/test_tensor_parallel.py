@@ -349,6 +349,7 @@ def trained() -> list[dict[str, Any]]:
     return run_group(training_job, 2)
 
 
+@pytest.mark.largest  # runs of `octavo train` over two ranks say the same in CI
 @pytest.mark.parametrize(
     "case",
     ["llama blockwise gather", "tied blockwise reduce", "qwen3 rowwise gather", "gptj bf16 gather",

@@ -15,6 +15,10 @@ from octavo.testing.tolerances import QDQ_BF16_BLOCK_DB, QDQ_FP32_BLOCK_DB
 from tests.qdq.graphs import randn
 
 SHAPES = [TOY_LLAMA_BLOCK, TOY_GPT_J_BLOCK]
+ONE_IN_CI = [
+    pytest.param(TOY_LLAMA_BLOCK, marks=pytest.mark.slow),
+    pytest.param(TOY_GPT_J_BLOCK, marks=pytest.mark.largest),
+]
 WANTED = {
     TOY_LLAMA_BLOCK: {
         "norm_quantize": 1,
@@ -82,9 +86,8 @@ def test_a_block_through_onnx_is_the_same_in_bits(shape: BlockShape, dtype: torc
         assert torch.equal(module(x), fuse(program)[0](x))
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", ONE_IN_CI, ids=lambda shape: shape.name)
 def test_a_block_of_core_ops(shape: BlockShape) -> None:
     """As run_decompositions leaves it: mm between views, native_layer_norm, RMSNorm and SiLU spelled out."""
     _, x, block = prepare(shape, torch.float32, torch.device("cpu"))
@@ -95,8 +98,7 @@ def test_a_block_of_core_ops(shape: BlockShape) -> None:
         assert sqnr(block(x) - x, module(x) - x) >= QDQ_FP32_BLOCK_DB
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", ONE_IN_CI, ids=lambda shape: shape.name)
 def test_a_fused_block_compiles_whole(shape: BlockShape) -> None:
     _, x, block = prepare(shape, torch.bfloat16, torch.device("cpu"))
     module, _ = fuse(torch.export.export(block, (x,)))

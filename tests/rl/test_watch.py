@@ -60,7 +60,11 @@ def assert_said(caplog: pytest.LogCaptureFixture, what: str, error: str, count: 
     assert f"writes that failed in this run: {what} {count}" in caplog.text
 
 
-@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize(
+    "writer",
+    # in CI a file, a screen and a library's writer
+    [pytest.param(w, marks=[pytest.mark.largest] if i in (0, 1, 5) else []) for i, w in enumerate(WRITERS)],
+)
 def test_a_writer_that_fails_ends_no_run(
     tmp_path: Path, policy: Policy, caplog: pytest.LogCaptureFixture, writer: str
 ) -> None:

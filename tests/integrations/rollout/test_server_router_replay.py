@@ -94,6 +94,7 @@ def test_the_servers_choices_are_the_trainers(pair: Pair) -> None:
     assert_choices_are_the_trainers(pair, torch.uint8)
 
 
+@pytest.mark.largest
 def test_more_experts_than_a_byte_tells_apart(tmp_path: Path) -> None:
     with paired(tmp_path, num_experts=264, num_layers=1) as pair:
         assert_choices_are_the_trainers(pair, torch.int16, num_prompts=1)

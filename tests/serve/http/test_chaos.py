@@ -125,6 +125,11 @@ def storm(checkpoint: Path, count: int, seed: int) -> None:
 
 
 @pytest.mark.slow
+def test_hundreds_of_rude_requests_and_a_sigterm(checkpoint: Path) -> None:
+    storm(checkpoint, 400, seed=1)
+
+
+@pytest.mark.largest
 def test_a_thousand_rude_requests_and_a_sigterm(checkpoint: Path) -> None:
     storm(checkpoint, 1000, seed=1)
 

@@ -119,8 +119,11 @@ def insert(
         weights = [found[reader].weight for reader in calibration.readers[name]]
         weight_amax = torch.stack([block_amax(weight.detach(), (-1, -1)).reshape(()) for weight in weights]).amax()
         placed[name] = QDQLinear(linear, calibration.amax[name], weight_amax)
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, placed[name])
+    of_linear = {found[name]: pair for name, pair in placed.items()}
+    for name, module in list(model.named_modules(remove_duplicate=False)):  # a linear in several places stays one
+        if module in of_linear and name not in ignore:
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, of_linear[module])
     return placed
 
 

@@ -45,6 +45,14 @@ def test_scales_come_from_the_calibration() -> None:
     assert model.c.weight_scale.item() == pytest.approx(model.c.weight.abs().max().item() / 448)
 
 
+def test_a_linear_in_two_places_stays_one() -> None:
+    model = Small()
+    model.b = model.a
+    placed = insert(model, lambda m: m(randn(2, 8)))
+    assert sorted(placed) == ["a", "c"]
+    assert model.b is model.a is placed["a"]
+
+
 def test_a_calibration_that_reaches_too_little() -> None:
     model = Small()
     assert_raises(ConfigError, "did not reach b, c", insert, model, lambda m: m.a(randn(2, 8)))

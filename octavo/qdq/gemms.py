@@ -66,6 +66,8 @@ def match_gemm(rewriter: Rewriter, node: Node) -> Gemm | Refusal:
     x = rewriter.dequantize(x_node)
     if x is None:
         return Refusal(f"the first operand of {describe(node)} is not dequantized", "put a Q/DQ pair on it as well")
+    if rewriter.may_change(x.scale_node):
+        return Refusal("the graph writes to the scale of its first operand", "let the scale be constant, or a copy")
     weight = _read_weight(rewriter, w_node, is_transposed)
     if isinstance(weight, Refusal):
         return weight

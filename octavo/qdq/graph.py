@@ -49,13 +49,13 @@ class Rewriter:
     """A GraphModule under rewrite, with the values of its constants and the report.
 
     Args:
-        module: edited in place. Attributes that the graph itself writes to are no constants.
+        module: edited in place. Attributes that the graph itself writes to, through views too, are no constants.
     """
 
     def __init__(self, module: GraphModule) -> None:
         self.module, self.graph, self.report = module, module.graph, Report()
         self._values: dict[Node, torch.Tensor | None] = {}
-        self.written = {argument(node, 0) for node in self.graph.nodes if _writes(node)}
+        self.written = {_base_of(argument(node, 0)) for node in self.graph.nodes if _writes(node)}
 
     def nodes(self, *targets: Any) -> list[Node]:
         """Calls of these targets in the graph's order; all calls without arguments."""
@@ -80,6 +80,10 @@ class Rewriter:
             return None
         codes, scale, kind, out_dtype = arguments(node)
         return Dequantize(node, codes, scale, self.value(scale), kind, out_dtype)
+
+    def may_change(self, node: Node) -> bool:
+        """Whether a node may be a view of an attribute that the graph writes to: read later, it has other values."""
+        return _base_of(node) in self.written
 
     def value(self, node: Any) -> torch.Tensor | None:
         """What a node computes where it depends on constants alone, else None."""
@@ -204,6 +208,13 @@ def describe(node: Node) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return str(target).removesuffix(".default")
     return getattr(target, "__name__", str(target))
+
+
+def _base_of(node: Any) -> Any:
+    """What a node may be a view of, view upon view."""
+    while isinstance(node, Node) and node.op == "call_function" and node.args:
+        node = node.args[0]
+    return node
 
 
 def _writes(node: Node) -> bool:

@@ -95,7 +95,7 @@ def share_quantizes(rewriter: Rewriter) -> bool:
     """Of several equal Qs of one tensor (q, k and v read the same norm) the first serves all."""
     changed, kept = False, list[Quantize]()
     for q in rewriter.quantizes():
-        twin = next((other for other in kept if are_equal(q, other)), None)
+        twin = next((other for other in kept if are_equal(rewriter, q, other)), None)
         if twin is None:
             kept.append(q)
             continue
@@ -110,13 +110,14 @@ def share_quantizes(rewriter: Rewriter) -> bool:
     return changed
 
 
-def are_equal(a: Quantize, b: Quantize) -> bool:
+def are_equal(rewriter: Rewriter, a: Quantize, b: Quantize) -> bool:
     """Whether two Qs make the same codes."""
     if (a.source, a.kind, a.dtype, a.is_dynamic) != (b.source, b.kind, b.dtype, b.is_dynamic):
         return False
     if a.is_dynamic or same_scale(a.scale, b.scale):
         return True
-    return a.scale is None and argument(a.node, 1) is argument(b.node, 1)
+    scale = argument(a.node, 1)
+    return a.scale is None and scale is argument(b.node, 1) and not rewriter.may_change(scale)
 
 
 def cancel_pairs(rewriter: Rewriter) -> bool:
@@ -149,7 +150,7 @@ def sink_dequantizes(rewriter: Rewriter) -> bool:
     changed = False
     for node in rewriter.nodes(*REARRANGING, *CUTTING, *SPLITTING):
         dq = rewriter.dequantize(argument(node, 0))
-        if dq is None or dq.kind != "per_tensor":
+        if dq is None or dq.kind != "per_tensor" or rewriter.may_change(dq.scale_node):
             continue
         moved = rewriter.call_like(node, dq.codes)
         if node.target in SPLITTING:

@@ -1,10 +1,12 @@
 """Each move of a pair alone: it happens, it changes no bit, and it does not happen where it must not."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from octavo.errors import RecipeError
-from octavo.qdq import dequantize, quantize
+from octavo.qdq import dequantize, fuse, quantize
 from octavo.qdq.graph import DEQUANTIZE, QUANTIZE, QUANTIZE_DYNAMIC, Rewriter
 from octavo.qdq.moves import (
     cancel_pairs,
@@ -16,7 +18,20 @@ from octavo.qdq.moves import (
     sink_dequantizes,
 )
 from tests.assertions import assert_raises
-from tests.qdq.graphs import SCALE, Body, count, dynamic_pair, num_pairs, pair, randn, rewriter_of, rewritten, run
+from tests.qdq.graphs import (
+    SCALE,
+    Body,
+    Model,
+    count,
+    dynamic_pair,
+    export,
+    num_pairs,
+    pair,
+    randn,
+    rewriter_of,
+    rewritten,
+    run,
+)
 
 X = randn(2, 6, 8)
 OTHER = 3 * SCALE
@@ -43,6 +58,30 @@ def test_a_written_buffer_is_no_constant() -> None:
     assert not fold_constants(rewriter)
     assert run(rewriter, torch.zeros(4)).tolist() == [2.0] * 4
     assert run(rewriter, torch.zeros(4)).tolist() == [3.0] * 4
+
+
+def test_what_is_written_through_a_view_is_no_constant() -> None:
+    def body(m: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        m.state[0].add_(1.0)
+        return x + pair(m.state)
+
+    rewriter = rewriter_of(body, torch.zeros(4), state=torch.ones(4))
+    assert not fold_constants(rewriter)
+    assert [run(rewriter, torch.zeros(4))[0].item() for _ in range(2)] == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x.t()], ids=["straight", "transposed"])
+def test_a_scale_that_the_graph_writes_is_read_where_it_was(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def body(m: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        decoded = pair(x, m.scale)
+        m.scale.copy_(x.abs().amax() / 448)
+        both = view(decoded) + view(pair(x, m.scale))
+        return both + torch.nn.functional.linear(decoded, pair(m.weight))
+
+    x, buffers = randn(8, 8), {"scale": torch.tensor(0.001), "weight": randn(8, 8, seed=1)}
+    with torch.no_grad():
+        wanted = Model(body, **{name: tensor.clone() for name, tensor in buffers.items()})(x)
+        torch.testing.assert_close(fuse(export(body, x, **buffers))[0](x), wanted)
 
 
 def test_equal_quantizes_are_shared() -> None:

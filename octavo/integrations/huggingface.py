@@ -27,7 +27,7 @@ except ImportError:
     raise
 require("huggingface", "transformers")
 
-_METHOD = "octavo"
+_METHOD, _STATE_FILE = "octavo", "fp8.safetensors"
 _ENGINES = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
 
 
@@ -75,6 +75,11 @@ class OctavoConfig(QuantizationConfigMixin):  # type: ignore[misc]
     ) -> None:
         self.quant_method = quant_method
         self.recipe, self.ignore, self.overrides = recipe, checked_names(ignore, "ignore"), overrides
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, as transformers prints them; a Recipe's own as Recipe.as_dict gives them."""
+        overrides = {name: _plain(recipe) for name, recipe in (self.overrides or {}).items()}
+        return {**vars(self), "recipe": _plain(self.recipe), "overrides": overrides or None}
 
 
 @register_quantizer(_METHOD)
@@ -129,6 +134,8 @@ class OctavoCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
         """Print what runs in FP8, and take the state of a run that is resumed."""
         _refuse_other_fp8(model)
+        if self._levels is not None:  # an earlier train() may have ended in O2
+            self._levels.set("O1")
         linears = [module for module in model.modules() if isinstance(module, octavo.nn.Linear)]
         if not any(linear.recipe and linear.recipe.is_fp8 for linear in linears):
             raise ConfigError(
@@ -161,6 +168,13 @@ class OctavoCallback(TrainerCallback):  # type: ignore[misc]
             for row in self._statistics.rows():
                 self._found |= dict(row.scalars())
 
+    def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        """Take the state of the checkpoint that load_best_model_at_end has taken the weights of."""
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            path = Path(state.best_model_checkpoint, _STATE_FILE)
+            if octavo.nn.fp8_state_dict(model) and path.is_file():
+                octavo.nn.load_fp8_state_dict(model, load_file(path))
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         """Add the newest statistics to the Trainer's own row of the log."""
         for row in (logs or {}, *state.log_history[-1:]):
@@ -175,7 +189,11 @@ class OctavoCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _state_path(args: Any, state: Any) -> Path:
-    return Path(args.output_dir, f"checkpoint-{state.global_step}", "fp8.safetensors")
+    return Path(args.output_dir, f"checkpoint-{state.global_step}", _STATE_FILE)
+
+
+def _plain(recipe: Recipe | str) -> Any:
+    return recipe.as_dict() if isinstance(recipe, Recipe) else recipe
 
 
 def _refuse_prepared(model: nn.Module) -> None:

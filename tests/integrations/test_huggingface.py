@@ -154,6 +154,30 @@ def test_the_callback_reports_logs_and_changes_levels(
     assert [key in row for row in trainer.state.log_history] == [False, False, True, True, False, False]
 
 
+def test_a_run_that_ended_in_o2_trains_again(saved: Path, tmp_path: Path) -> None:
+    model = load_model(saved, "blockwise")
+    trainer = make_trainer(model, tmp_path, 2, callbacks=[OctavoCallback(schedule=[(1, "O2")])])
+    for _ in range(2):
+        trainer.train()
+        assert model.model.layers[0].mlp.up_proj.recipe.name == "bf16"
+
+
+def test_the_best_model_has_the_fp8_state_of_its_checkpoint(saved: Path, tmp_path: Path) -> None:
+    each_step = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = make_trainer(
+        load_model(saved, "delayed"), tmp_path, 4, **each_step, learning_rate=0.3, load_best_model_at_end=True
+    )
+    trainer.train()
+    assert trainer.state.best_model_checkpoint != str(tmp_path / "checkpoint-4")
+    assert trainer.evaluate()["eval_loss"] == trainer.state.best_metric
+
+
+def test_a_config_with_recipes_can_be_printed() -> None:
+    recipe = octavo.get_recipe("blockwise")
+    assert '"name": "blockwise"' in repr(OctavoConfig(recipe=recipe, overrides={"q_proj": recipe}))
+    assert '"recipe": "rowwise"' in repr(OctavoConfig(recipe="rowwise"))
+
+
 def test_a_resumed_run_needs_its_fp8_state(saved: Path, tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 1}
     make_trainer(load_model(saved, "delayed"), tmp_path, 1, **options).train()

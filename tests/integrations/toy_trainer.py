@@ -76,7 +76,7 @@ def make_trainer(model: Any, folder: Path, steps: int, accumulation: int = 1, **
     )  # fmt: skip
     world = int(os.environ.get("WORLD_SIZE", "1"))
     rows = [{"input_ids": row, "labels": row} for row in make_rows(STEPS * BATCH * accumulation * world)]
-    return RecordingTrainer(model, arguments, train_dataset=rows, callbacks=callbacks)
+    return RecordingTrainer(model, arguments, train_dataset=rows, eval_dataset=rows[:BATCH], callbacks=callbacks)
 
 
 def run_trainer(case: Case, source: Path, folder: Path) -> dict[str, torch.Tensor]:

@@ -197,7 +197,7 @@ def convert(
         if isinstance(module, Linear):
             module.full_name = name
     follow_steps(model)
-    _disable_torch_fast_path(model)
+    disable_torch_fast_path(model, Linear)
     set_exact(model, exact)
     for product in others:
         override, own = chosen.get(product.name, ("", recipe))
@@ -335,11 +335,12 @@ def _count_layers(rows: list[ConversionRow]) -> str:
     return ", ".join(f"{num} of {layer}" for layer, num in Counter(row.layer for row in rows).items())
 
 
-def _disable_torch_fast_path(model: nn.Module) -> None:
-    """Have torch's encoder layers call their linears: without gradients they would read their weights and skip them."""
+def disable_torch_fast_path(model: nn.Module, kind: type[nn.Module]) -> None:
+    """Have torch's encoder layers call linears of a kind: without gradients they would read their weights and skip
+    them."""
     for layer in model.modules():
         if isinstance(layer, nn.TransformerEncoderLayer) and any(
-            isinstance(linear, Linear) for linear in (layer.linear1, layer.linear2)
+            isinstance(linear, kind) for linear in (layer.linear1, layer.linear2)
         ):
             layer.activation_relu_or_gelu = 0  # what torch asks before it takes its fused path, and for nothing else
 

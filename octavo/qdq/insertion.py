@@ -9,6 +9,7 @@ from torch import nn
 
 from octavo.deprecation import former_keywords
 from octavo.errors import ConfigError
+from octavo.nn.conversion import disable_torch_fast_path
 from octavo.numerics.scaling import Scaling, block_amax, compute_quant_scale, reciprocal
 from octavo.qdq.operators import as_matrix, dequantize, quantize
 
@@ -97,6 +98,7 @@ def insert(
     found = {name: module for name, module in model.named_modules() if type(module) is nn.Linear and name not in ignore}
     if not found:
         raise ConfigError("insert found no torch.nn.Linear below the model that is not ignored")
+    disable_torch_fast_path(model, nn.Linear)
     calibration = _Calibration(found)
     try:
         with torch.no_grad():

@@ -53,6 +53,14 @@ def test_a_linear_in_two_places_stays_one() -> None:
     assert model.b is model.a is placed["a"]
 
 
+def test_torchs_encoder_layer_runs_its_pairs_without_gradients_too() -> None:
+    layer, x = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).eval(), randn(2, 4, 16)
+    assert sorted(insert(layer, lambda m: m(x))) == ["linear1", "linear2"]
+    with torch.no_grad():
+        found = layer(x)
+    assert sqnr(layer(x).detach(), found) >= 90.0  # torch's attention sums in another order there
+
+
 def test_a_calibration_that_reaches_too_little() -> None:
     model = Small()
     assert_raises(ConfigError, "did not reach b, c", insert, model, lambda m: m.a(randn(2, 8)))

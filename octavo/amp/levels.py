@@ -123,11 +123,18 @@ class _Cast:
         self._dtype = self._outer = dtype
 
     def attach(self, linear: Linear) -> tuple[RemovableHandle, RemovableHandle]:
-        return linear.register_forward_pre_hook(self._enter), linear.register_forward_hook(self._leave)
+        enter = linear.register_forward_pre_hook(self._enter, with_kwargs=True)
+        return enter, linear.register_forward_hook(self._leave)
 
-    def _enter(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        self._outer = args[0].dtype
-        return args[0].to(self._dtype), *args[1:]
+    def _enter(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            self._outer = args[0].dtype
+            return (args[0].to(self._dtype), *args[1:]), kwargs
+        name = "x" if "x" in kwargs else "input"  # Conv1D's, torch.nn.Linear's
+        self._outer = kwargs[name].dtype
+        return args, {**kwargs, name: kwargs[name].to(self._dtype)}
 
     def _leave(self, _: nn.Module, __: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         return output.to(self._outer)

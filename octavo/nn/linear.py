@@ -94,8 +94,8 @@ class Linear(WeightHolder):
         recipe = self.recipe.name if self.recipe else None
         return f"{self.in_features} -> {self.out_features}, recipe={recipe}, exact={self.exact}"
 
-    def forward(self, x: torch.Tensor, *, bias_to: list[torch.Tensor | None] | None = None) -> torch.Tensor:
-        """x [..., K] bf16, fp16 or fp32 -> [..., N] of x's dtype.
+    def forward(self, input: torch.Tensor, *, bias_to: list[torch.Tensor | None] | None = None) -> torch.Tensor:
+        """input [..., K] bf16, fp16 or fp32 -> [..., N] of its dtype; named as torch.nn.Linear names it.
 
         Args:
             bias_to: the bias is not added but appended here, for an activation that adds it: after this forward an
@@ -104,7 +104,7 @@ class Linear(WeightHolder):
             ShapeError: if the last dim is not in_features.
             DtypeError: for other dtypes.
         """
-        return self._run(x, bias_to, None)
+        return self._run(input, bias_to, None)
 
     def _run(
         self, x: torch.Tensor, bias_to: list[torch.Tensor | None] | None, token_shards: TokenShards | None

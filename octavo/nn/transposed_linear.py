@@ -20,6 +20,10 @@ class TransposedLinear(Linear):
         """The weight as a view [N, K], through which gradients go."""
         return None if self.weight is None else self.weight.t()
 
+    def forward(self, x: torch.Tensor, *, bias_to: list[torch.Tensor | None] | None = None) -> torch.Tensor:
+        """Linear's, whose input is named as Conv1D names it."""
+        return super().forward(x, bias_to=bias_to)
+
 
 def is_conv1d(module: nn.Module) -> bool:
     """Whether a module is transformers' Conv1D, which no import is needed for."""

@@ -93,6 +93,12 @@ def test_o2_computes_in_its_dtype_whatever_the_model(dtype):
     assert model[2].weight.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_input_may_be_given_by_its_name(level):
+    model, x = make(opt_level=level)[0], batch()[0]
+    assert_bitwise(model[0](input=x), model[0](x))
+
+
 def test_a_schedule_switches_and_says_so(caplog):
     caplog.set_level(logging.INFO, "octavo.amp")
     model, optimizer, handle = make(schedule=[(3, "O2"), (6, "O1")])

@@ -50,6 +50,13 @@ def train(model: Any) -> torch.Tensor:
     return torch.stack(losses)
 
 
+def test_inputs_are_named_as_the_layers_that_were_replaced_name_them(gpt2: Any) -> None:
+    ours, linears, x = copy.deepcopy(gpt2), with_linears(gpt2), torch.randn(4, HIDDEN)
+    for model in (ours, linears):
+        octavo.convert(model, "blockwise")
+    assert_bitwise(ours.transformer.h[0].attn.c_attn(x=x), linears.transformer.h[0].attn.c_attn(input=x))
+
+
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise", "delayed"])
 def test_gpt2_has_the_bits_of_linears(recipe: str, gpt2: Any) -> None:
     ours, linears = copy.deepcopy(gpt2), with_linears(gpt2)

@@ -1,5 +1,6 @@
 """What the engines behind HTTP have in common: a tokenizer of our own, the committed version, and distrust."""
 
+import dataclasses
 import math
 import secrets
 from abc import abstractmethod
@@ -73,6 +74,23 @@ class RemoteEngine(RolloutEngine):
         """See RolloutEngine."""
         self._check_ready()
         ids = [self.tokenizer.encode(p, add_special_tokens=True) if isinstance(p, str) else p for p in prompts]
+        found: dict[int, Generation] = {}
+        for max_tokens, places in self._by_room(ids, spec.max_tokens).items():
+            some = [ids[i] for i in places]
+            samples = self._checked(some, dataclasses.replace(spec, max_tokens=max_tokens))
+            found |= {i: Generation(ids[i], each) for i, each in zip(places, samples, strict=True)}
+        return [found[i] for i in range(len(ids))]
+
+    def _by_room(self, ids: list[list[int]], max_tokens: int) -> dict[int, list[int]]:
+        """Most tokens -> places of the prompts that leave room for them: a server refuses more than its context."""
+        found: dict[int, list[int]] = {}
+        for i, prompt in enumerate(ids):
+            room = self.max_model_len - len(prompt)
+            found.setdefault(min(max_tokens, room) if room > 0 else max_tokens, []).append(i)
+        return found
+
+    def _checked(self, ids: list[list[int]], spec: SamplingSpec) -> list[list[Completion]]:
+        """The samples of each prompt."""
         completions = self._complete(ids, spec)
         wanted = len(ids) * spec.samples_per_prompt
         if len(completions) != wanted:
@@ -80,7 +98,7 @@ class RemoteEngine(RolloutEngine):
         for completion in completions:
             check_completion(completion, spec, self._config.vocab_size, self.name)
         size = spec.samples_per_prompt
-        return [Generation(prompt, completions[i * size : (i + 1) * size]) for i, prompt in enumerate(ids)]
+        return [completions[i * size : (i + 1) * size] for i in range(len(ids))]
 
     @abstractmethod
     def _complete(self, ids: list[list[int]], spec: SamplingSpec) -> list[Completion]:

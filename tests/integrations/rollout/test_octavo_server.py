@@ -106,6 +106,15 @@ def test_high_precision_and_codes_give_the_same_answers(pair: Pair, weights: str
     assert dataclasses.replace(pair, engine=engine).sample_exactly()
 
 
+def test_a_prompt_with_little_room_left_gets_what_there_is(pair: Pair) -> None:
+    """As an episode of several turns has it, among others that may go on for longer."""
+    prompts = [[1] * (pair.engine.max_model_len - room) for room in (2, SPEC.max_tokens, 1, 2)]
+    found = pair.engine.generate(prompts, SPEC)
+    assert [generation.prompt_token_ids for generation in found] == prompts
+    longest = [max(len(c.token_ids) for c in generation.completions) for generation in found]
+    assert longest[0] <= 2 and longest[2] == 1 and longest[3] <= 2
+
+
 def test_pause_caches_and_counters(pair: Pair) -> None:
     pair.engine.generate(PROMPTS, SPEC)
     stats = pair.engine.stats()

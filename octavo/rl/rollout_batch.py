@@ -92,10 +92,10 @@ class Rollouts:
             (equal if (group.rewards == group.rewards[0]).all() else informative).append(group)
         return informative, equal
 
-    def count_equal_groups(self) -> tuple[int, int]:
-        """(groups whose rewards are all equal, which teach nothing; groups)."""
+    def count_equal_groups(self, advantages: torch.Tensor) -> tuple[int, int]:
+        """(groups whose advantages are all 0, which teach nothing; groups)."""
         groups = self.group_ids.unique()
-        equal = sum(len(self.rewards[self.group_ids == group].unique()) == 1 for group in groups)
+        equal = sum(not advantages[self.group_ids == group].any() for group in groups)
         return equal, len(groups)
 
     @classmethod

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
+
 from octavo.deprecation import former_attribute
 from octavo.distributed.mesh import ONE_PROCESS, Mesh
 from octavo.errors import StorageError
@@ -180,7 +182,7 @@ class Trainer:
         rollouts, ahead = self.worker.take(step)
         advantages = advantages_of(rollouts, self.config)
         policy_lag = self.model.weight_version - rollouts.weight_versions
-        equal_share = self._equal_groups_share(rollouts, step)
+        equal_share = self._equal_groups_share(rollouts, advantages, step)
         meter.end("gen")
         update = self.learner.learn(rollouts, advantages, step)
         meter.end("update_actor")
@@ -243,9 +245,9 @@ class Trainer:
         self.progress.say(f"going on from {found.path}, after step {start.step}")
         return start
 
-    def _equal_groups_share(self, rollouts: Rollouts, step: int) -> float:
+    def _equal_groups_share(self, rollouts: Rollouts, advantages: torch.Tensor, step: int) -> float:
         """The share of groups that teach nothing; a person is told where it is all of them."""
-        num_equal, num_groups = rollouts.count_equal_groups()
+        num_equal, num_groups = rollouts.count_equal_groups(advantages)
         self._num_equal_steps = self._num_equal_steps + 1 if num_equal == num_groups else 0
         if self._num_equal_steps in (1, _EQUAL_REMINDER):
             self.progress.say(

@@ -92,7 +92,7 @@ def rewarded(rewards: list[float], groups: list[int]) -> Rollouts:
 
 def test_groups_are_told_apart_and_joined_again() -> None:
     rollouts = rewarded([1, 0, 1, 1, 0, 1], [0, 0, 1, 1, 2, 2])
-    assert rollouts.count_equal_groups() == (1, 3)
+    assert rollouts.count_equal_groups(grpo_advantages(rollouts.rewards, rollouts.group_ids)) == (1, 3)
     informative, equal = rollouts.split_groups()
     assert [group.prompts[0] for group in informative] == ["p0", "p2"]
     assert [group.prompts[0] for group in equal] == ["p1"]

@@ -75,6 +75,10 @@ def test_groups_whose_rewards_are_all_equal(tmp_path: Path, policy: Policy, capf
     assert said.count("all equal") == 1  # said once, not at every step
     mixed = loop.run(tiny_config(tmp_path / "mixed"), model=policy[0], tokenizer=policy[1], task=EASY)
     assert all(row["reward/equal_groups_share"] < 1.0 for row in mixed.history)
+    shaped = tiny_config(tmp_path / "shaped", algorithm={"overlong_buffer": 4}, rollout={"max_tokens": 4})
+    lengths = loop.run(shaped, model=policy[0], tokenizer=policy[1], task=task)  # which are all that can be learned
+    learned = [row["actor/grad_norm"] > 0.0 for row in lengths.history]
+    assert [row["reward/equal_groups_share"] < 1.0 for row in lengths.history] == learned and any(learned)
 
 
 def after_first_update(monkeypatch: pytest.MonkeyPatch, spoil: Any) -> None:

@@ -242,8 +242,7 @@ class CheckpointStore:
 
     def newest(self) -> Path | None:
         """The checkpoint that LATEST names, unread; None where there is none."""
-        pointer = self.root / LATEST
-        path = self.root / pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
+        path = self._named()
         return path if path is not None and path.is_dir() else None
 
     def find_latest(self) -> Checkpoint | None:
@@ -280,15 +279,19 @@ class CheckpointStore:
 
     def _candidates(self) -> list[Path]:
         """LATEST's first, then the others from new to old."""
-        directories = self._directories()
-        pointer = self.root / LATEST
-        named = self.root / pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
+        directories, named = self._directories(), self._named()
         if named in directories:
             directories.remove(named)
             directories.insert(0, named)
         elif named is not None:
-            warnings.warn(f"{pointer} names {named.name}, which is not there; trying the newest one", stacklevel=3)
+            text = f"{self.root / LATEST} names {named.name}, which is not there; trying the newest one"
+            warnings.warn(text, stacklevel=3)
         return directories
+
+    def _named(self) -> Path | None:
+        """What LATEST names, whatever bytes it holds; None where there is none."""
+        pointer = self.root / LATEST
+        return self.root / pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.is_file() else None
 
     def _directories(self) -> list[Path]:
         """All step directories, from new to old."""

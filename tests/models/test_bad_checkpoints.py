@@ -182,9 +182,10 @@ def test_a_run_s_folders_point_to_its_newest_model(tmp_path: Path) -> None:
     assert model_of_run(tmp_path / "run") == final
     (final / "config.json").unlink()
     (tmp_path / "run" / "config.json").unlink()
-    (model.parent.parent / "LATEST").write_text("step-00000009\n")
-    with pytest.raises(CheckpointError, match=r"no config\.json there"):
-        read_config(tmp_path / "run")
+    for lost in (b"step-00000009\n", b"step-0000\xb0002\n"):  # the second is no UTF-8
+        (model.parent.parent / "LATEST").write_bytes(lost)
+        with pytest.raises(CheckpointError, match=r"no config\.json there"):
+            read_config(tmp_path / "run")
 
 
 def test_a_model_beside_others_is_itself(tmp_path: Path) -> None:

@@ -173,6 +173,10 @@ def test_latest_lost_or_pointing_back(tmp_path: Path) -> None:
     assert latest_step(tmp_path) == 4
     (tmp_path / "LATEST").write_text("step-00000002\n")  # a person sets the run back
     assert latest_step(tmp_path) == 2
+    (tmp_path / "LATEST").write_bytes(b"step-0000\xb0002\n")  # a flipped bit: no UTF-8
+    with pytest.warns(UserWarning, match="which is not there; trying the newest one"):
+        assert latest_step(tmp_path) == 4
+    assert store.newest() is None
 
 
 def test_failing_model_writer_leaves_nothing(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def model_of_run(path: Path) -> Path | None:
     for folder in (path, path / "checkpoints"):
         latest = folder / "LATEST"
         if latest.is_file():
-            model = folder / latest.read_text(encoding="utf-8").strip() / "model"
+            model = folder / latest.read_text(encoding="utf-8", errors="replace").strip() / "model"
             return model if (model / CONFIG_FILE).is_file() else None
     return None
 

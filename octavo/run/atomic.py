@@ -44,7 +44,8 @@ def move_aside(directory: Path, names: Iterable[str]) -> Path | None:
     present = [name for name in names if (directory / name).exists()]
     if not present:
         return None
-    numbers = [int(path.name.rpartition("-")[2]) for path in directory.glob("previous-[0-9]*")]
+    found = [path.name.removeprefix("previous-") for path in directory.glob("previous-*")]
+    numbers = [int(number) for number in found if number.isdecimal()]  # others have a person's name
     aside = directory / f"previous-{max(numbers, default=0) + 1}"
     aside.mkdir()
     for name in present:

@@ -10,6 +10,7 @@ from octavo.run.atomic import move_aside, remove_directory
 
 def test_moving_aside_numbers_on_from_the_highest(tmp_path: Path) -> None:
     (tmp_path / "previous-2").mkdir()  # previous-1 was deleted by hand
+    (tmp_path / "previous-7-good").mkdir()  # renamed by hand
     (tmp_path / "metrics.jsonl").write_text("a")
     move_aside(tmp_path, ("metrics.jsonl", "tensorboard"))
     assert (tmp_path / "previous-3" / "metrics.jsonl").read_text() == "a"

@@ -64,16 +64,19 @@ def admin_key_from_env() -> str | None:
 
 
 class TorchrunPlace(NamedTuple):
-    """Where torchrun has put this process: its rank, its rank on this host, how many there are, which try it is."""
+    """Where torchrun has put this process: its rank, its rank on this host, how many there are, which try of which job
+    it is.
+    """
 
     rank: int
     local_rank: int
     world_size: int
     attempt: int = 0
+    job: str = ""
 
 
 def torchrun_place() -> TorchrunPlace | None:
-    """`RANK`, `LOCAL_RANK`, `WORLD_SIZE` and `TORCHELASTIC_RESTART_COUNT`, as torchrun sets them.
+    """`RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `TORCHELASTIC_RESTART_COUNT`, `TORCHELASTIC_RUN_ID`, as torchrun sets them.
 
     Returns:
         None where no launcher has set them.
@@ -89,7 +92,8 @@ def torchrun_place() -> TorchrunPlace | None:
             "a launcher must set RANK, LOCAL_RANK and WORLD_SIZE together, got "
             f"RANK={rank}, LOCAL_RANK={local_rank}, WORLD_SIZE={world_size}; start with torchrun, or unset them"
         )
-    return TorchrunPlace(rank, local_rank, world_size, _read("TORCHELASTIC_RESTART_COUNT", _parse_count, default=0))
+    attempt = _read("TORCHELASTIC_RESTART_COUNT", _parse_count, default=0)
+    return TorchrunPlace(rank, local_rank, world_size, attempt, _read("TORCHELASTIC_RUN_ID", str, default=""))
 
 
 def visible_devices() -> list[str]:

@@ -25,6 +25,7 @@ from octavo.run.build import find_device
 from octavo.run.busy_cpu import threads_advice
 from octavo.run.folder_lock import locked_folder
 from octavo.run.sinks import require_sinks
+from octavo.run.start_over import has_started_over
 from octavo.run.stopping import raise_on_signals
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def run(
         progress: show a live line.
         resume: go on from the last checkpoint under config.run.dir, if there is one, with the bits of a run that was
             never interrupted (but for asynchronous mode, whose rollouts under way are sampled again). False moves an
-            earlier run aside.
+            earlier run aside, once in a job of torchrun's, whose later tries go on.
     Returns:
         RLResult; metrics.jsonl, TensorBoard events and the checkpoint are under config.run.dir. SIGTERM and Ctrl-C end
             a run after the step under way, with its state saved to go on from and no last evaluation. Under torchrun
@@ -80,6 +81,7 @@ def run(
     config.parallel.refuse_tensor("octavo rl")
     mesh = Mesh.from_config(config.parallel, config.run.device)
     on_step = on_step or (lambda _: None)
+    resume = resume or has_started_over(config.run.dir)
     with locked_folder(config.run.dir, mesh):
         return _run(config, mesh, model, tokenizer, task, on_step, progress and mesh.is_first, resume)
 

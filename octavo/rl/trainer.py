@@ -32,10 +32,10 @@ from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.rollout_worker import RolloutWorker
 from octavo.rl.tasks import Task
 from octavo.rl.warmup import WarmupStep
-from octavo.run.atomic import move_aside
 from octavo.run.checkpoint_store import Checkpoint
 from octavo.run.energy import energy_counter
 from octavo.run.metrics import METRICS_FILE, MetricsWriter
+from octavo.run.start_over import start_over
 from octavo.run.stopping import raise_on_signals, stop_on_signals
 from octavo.run.tensorboard import TENSORBOARD_DIR
 
@@ -217,7 +217,7 @@ class Trainer:
         self.progress.say(f"held-out reward before: {before:.3f} ({num_prompts} prompts{which}; bf16, greedy)")
         aside = None
         if self.mesh.is_first:
-            aside = move_aside(
+            aside = start_over(
                 run.dir, (METRICS_FILE, TENSORBOARD_DIR, _FINAL, checkpoint.CHECKPOINTS, *REPORTER_FILES)
             )
         self.mesh.barrier()

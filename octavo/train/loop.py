@@ -22,7 +22,6 @@ from octavo.nn.live_weights import stop_watching
 from octavo.nn.load_balance import metrics_of
 from octavo.nn.router_watch import RouterWatch
 from octavo.parallel import CutReport, ShardReport, shard
-from octavo.run.atomic import move_aside
 from octavo.run.build import find_device, watch_routers
 from octavo.run.busy_cpu import threads_advice
 from octavo.run.checkpoint_store import CheckpointStore, flatten
@@ -31,6 +30,7 @@ from octavo.run.folder_lock import locked_folder
 from octavo.run.metrics import METRICS_FILE, MetricsWriter, Row
 from octavo.run.optimizer import MasterAdamW
 from octavo.run.sinks import SINKS_FILE, Sinks, require_sinks
+from octavo.run.start_over import has_started_over, start_over
 from octavo.run.stopping import StopRequest, stop_on_signals
 from octavo.run.tensorboard import TENSORBOARD_DIR
 from octavo.run.trainer_state import num_checkpoint_bytes, restore, trainer_state
@@ -102,7 +102,8 @@ def train(
     Args:
         on_step: called with every row of metrics, after it was written.
         progress: show a progress bar (plain lines where there is no terminal).
-        resume: go on from run.dir's last whole checkpoint, if it has one. False moves what is there aside.
+        resume: go on from run.dir's last whole checkpoint, if it has one. False moves what is there aside, once in a
+            job of torchrun's, whose later tries go on.
     Returns:
         TrainResult. SIGTERM and Ctrl-C end a run early, with its state saved. Under torchrun every rank trains its
             share and returns the same; the first one writes.
@@ -200,8 +201,8 @@ class _Run:
     def train(self, on_step: Callable[[Row], None] | None, progress: bool, resume: bool) -> TrainResult:
         """Train to the end, or until asked to stop."""
         config = self.config
-        if not resume and self.mesh.is_first:
-            move_aside(config.run.dir, _OF_A_RUN)
+        if self.mesh.is_first and not resume and not has_started_over(config.run.dir):
+            start_over(config.run.dir, _OF_A_RUN)
         self.mesh.barrier()
         first_step, notes = self.resume()
         if config.checkpoint.async_mode == "async":

@@ -185,6 +185,29 @@ def test_no_resume_moves_the_old_run_aside(make_config: MakeConfig) -> None:
     assert sorted(p.name for p in aside.iterdir()) == ["checkpoints", "metrics.jsonl"]
 
 
+def test_a_job_that_starts_over_does_so_once(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun starts a command again as it was given, --no-resume and all: what the job has saved is not moved."""
+
+    def attempt(number: int, job: str, killed_after: int = 0) -> TrainResult:
+        for name, value in (("RESTART_COUNT", str(number)), ("RUN_ID", job)):
+            monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+
+        def kill(row: Row) -> None:
+            if row.step == killed_after:
+                raise KeyboardInterrupt
+
+        return quiet(make_config("again"), resume=False, on_step=kill)
+
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    assert attempt(0, "first").first_step == 0
+    with pytest.raises(KeyboardInterrupt):
+        attempt(0, "second", killed_after=4)
+    assert attempt(1, "second").first_step == 4
+    assert attempt(1, "third").first_step == 0  # whose first try has not come so far
+    assert sorted(path.name for path in make_config("again").run.dir.glob("previous-*")) == ["previous-1", "previous-2"]
+
+
 def test_every_update_has_the_learning_rate_of_its_own_step(make_config, monkeypatch):
     """The first takes the warm-up's first part and the last the decay's floor; the rows of metrics say the same."""
     taken: list[float] = []

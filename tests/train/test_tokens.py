@@ -1,7 +1,9 @@
 """Token streams on disk: what is in them, when they are made again, when they are refused."""
 
 import json
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from octavo.errors import CheckpointError, DataError
 from octavo.models.tokenizer import Tokenizer, char_tokenizer, train_bpe
 from octavo.train import tokens as tokens_module
+from octavo.train.cache import open_entry
 from octavo.train.config import DataSection
 from octavo.train.corpus import is_validation
 from octavo.train.tokens import load_text
@@ -83,7 +86,27 @@ def test_nothing_is_left_where_tokenizing_fails(data: DataSection, monkeypatch: 
 
     monkeypatch.setattr(tokens_module, "_write_tokens", fail)
     assert_raises(KeyboardInterrupt, None, load_text, data)
-    assert list(data.cache_dir.iterdir()) == []
+    assert [path for path in data.cache_dir.iterdir() if path.suffix != ".lock"] == []
+
+
+def test_of_jobs_that_start_together_one_makes_an_entry(tmp_path: Path) -> None:
+    """What each wrote would go over the other's, while that reads it."""
+    made: list[Path] = []
+
+    def write(directory: Path) -> dict[str, int]:
+        made.append(directory)
+        (directory / "train.bin").write_bytes(b"tokens")
+        if len(made) == 1:
+            second.start()
+            second.join(0.2)  # it looks for the entry, which is not there yet
+        return {"num_tokens": 3}
+
+    second = threading.Thread(target=lambda: found.append(open_entry(tmp_path, "entry", write)))
+    found: list[tuple[Path, dict[str, Any]]] = []
+    first = open_entry(tmp_path, "entry", write)
+    second.join()
+    assert found == [first]
+    assert len(made) == 1
 
 
 def test_validation_text_of_its_own(data: DataSection, tmp_path: Path) -> None:
@@ -121,4 +144,4 @@ def test_tokenizer_without_an_end_of_sequence(data: DataSection, tmp_path: Path)
 )
 def test_too_little_text(data: DataSection, change: dict[str, object], message: str) -> None:
     assert_raises(DataError, message, load_text, data.model_copy(update=change))
-    assert list(data.cache_dir.iterdir()) == []
+    assert [path for path in data.cache_dir.iterdir() if path.suffix != ".lock"] == []

@@ -70,16 +70,17 @@ def command(
         result = train(config, resume=resume)
         end_job()
         if is_first:
-            print_result(result)
+            print_result(result, resume)
         if result.stopped_by:
             raise typer.Exit(exit_code(result.stopped_by))
 
 
-def print_result(result: TrainResult) -> None:
-    """What a run came to, and where it is."""
+def print_result(result: TrainResult, resume: bool = True) -> None:
+    """What a run came to, and where it is; resume is the command's option."""
     console = Console(highlight=False)
     if result.stopped_by:
-        console.print(f"stopped by {result.stopped_by} after step {result.step}; the same command goes on from there")
+        again = "the same command" if resume else "the same command without --no-resume"
+        console.print(f"stopped by {result.stopped_by} after step {result.step}; {again} goes on from there")
     elif result.step == result.first_step:
         console.print(
             f"already at step {result.step} of {result.step}, nothing was trained; raise run.steps, or --no-resume / "

@@ -95,6 +95,8 @@ def test_an_interrupted_run_has_the_signals_exit_code(config, number, code, step
     assert octavo_train(monkeypatch, config) == (code if step < 4 else 0)
     said = capsys.readouterr().out
     assert (f"stopped by {number.name} after step 2; the same command goes on" in said) == (step < 4)
+    octavo_train(monkeypatch, config, "--no-resume")
+    assert ("; the same command without --no-resume goes on" in capsys.readouterr().out) == (step < 4)
 
 
 @pytest.mark.parametrize(

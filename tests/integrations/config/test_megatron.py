@@ -181,7 +181,7 @@ def test_command_takes_flags_over_file_and_set(
     monkeypatch.setattr(
         "octavo.cli.train.train", lambda config, resume: seen.append(config) or SimpleNamespace(stopped_by=None)
     )
-    monkeypatch.setattr("octavo.cli.train.print_result", lambda result: None)
+    monkeypatch.setattr("octavo.cli.train.print_result", lambda *_: None)
     flags = ["--train-iters", "70", "--fp8-format=hybrid", "--fp8-margin", "0", "--bf16", "--clip-grad", "0"]
     said = run_octavo("train", config, "--set", "run.steps=60", *flags, "--tensor-model-parallel-size", "2").err
     assert (seen[0].run.steps, seen[0].precision.recipe, seen[0].precision.amax_history_len) == (70, "delayed", 1)

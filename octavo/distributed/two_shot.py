@@ -194,7 +194,7 @@ def _messages(parts: list[Part], width: int) -> Iterator[list[Part]]:
 
 def _by_owner(x: torch.Tensor, world: int) -> torch.Tensor:
     """[ranks, n], n a multiple of 128: a view, or a copy with zeros behind it."""
-    flat = x.reshape(-1)
+    flat = x.contiguous().view(-1)
     missing = -flat.numel() % (BLOCK * world)
     return (pad(flat, (0, missing)) if missing else flat).view(world, -1)
 

@@ -72,6 +72,10 @@ def collectives(rank: int, world: int) -> dict[str, Any]:
     two_shot.MESSAGE_NUMEL = 1 << 20
     found["several"] = several
     found["strided"] = all_reduce_q(made(rank, (64, 96)).t())
+    column = torch.zeros(8, 1024, 2)[..., 1]  # no element next to another
+    found["strided residual"] = all_reduce_q(made(rank, (8, 1024)), residual=column), column
+    plain = torch.zeros(8, 1024)
+    found["plain residual"] = all_reduce_q(made(rank, (8, 1024)), residual=plain), plain
     found["broken"] = all_reduce_q(broken(rank))
     residual = torch.zeros(1500)
     found["broken residual"] = [all_reduce_q(broken(rank), residual=residual), residual.clone()]
@@ -150,6 +154,8 @@ def test_strides_and_groups(ranks: list[dict[str, Any]]) -> None:
     transposed = [made(rank, (64, 96)).t() for rank in range(len(ranks))]
     for rank, found in enumerate(ranks):
         assert_bitwise(found["strided"], two_shots(transposed))
+        for strided, plain in zip(found["strided residual"], found["plain residual"], strict=True):
+            assert_bitwise(strided, plain)
         first = rank // 2 * 2
         assert_bitwise(found["pair"], two_shots([made(first, (300,)), made(first + 1, (300,))]))
 

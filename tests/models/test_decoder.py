@@ -42,8 +42,9 @@ def test_a_device_that_is_not_here_is_refused(tmp_path: Path, config: ModelConfi
     for source in (config, tmp_path / "m"):
         with pytest.raises(BackendError, match="there is no device 'cuda:99' here; leave device out"):
             load_model(source, device="cuda:99")
-        with pytest.raises(ConfigError, match="device must be 'cpu', 'cuda' or 'cuda:N', got 'toaster'"):
-            load_model(source, device="toaster")
+        for name in ("toaster", "mps", "meta"):
+            with pytest.raises(ConfigError, match=f"device must be 'cpu', 'cuda' or 'cuda:N', got {name!r}"):
+                load_model(source, device=name)
 
 
 def test_versions_grow_with_every_commit(config: ModelConfig) -> None:

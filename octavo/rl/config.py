@@ -225,7 +225,7 @@ class RLRunSection(Config):
     """
 
     dir: Path = Path("runs/rl")
-    seed: NonNegativeInt = 0
+    seed: int = Field(default=0, ge=0, lt=2**64)
     device: str = ""
     max_seconds: NonNegativeFloat = 0.0
     tensorboard: bool = True

@@ -310,7 +310,7 @@ class RunSection(Config):
 
     dir: Path = Path("runs/train")
     steps: PositiveInt = 200
-    seed: NonNegativeInt = 0
+    seed: int = Field(default=0, ge=0, lt=2**64)
     device: str = ""
     recompute: Literal["none", "full"] = "none"
     recompute_num_layers: NonNegativeInt = 0

@@ -64,6 +64,7 @@ def test_another_recipe_hides_no_mistake(tmp_path, text, overrides, message, cap
         ("[data]\nseqlen = 4\n", r"unknown key data.seqlen; did you mean data.seq_len\?"),
         ("[run]\nsteps = 'many'\n", "run.steps"),
         ("[run]\nsteps = 0\n", "run.steps must be greater than 0, got 0"),
+        ("[run]\nseed = 18446744073709551616\n", "run.seed must be less than 18446744073709551616, got"),
         ("[data]\nbatch_size = 6\nmicro_batch_size = 4\n", "data: batch_size=6 must be a multiple"),
         (
             "[schedule]\nwarmup_steps = 9\n[run]\nsteps = 9\n",

@@ -14,6 +14,7 @@ from octavo.distributed.mesh import Mesh
 from octavo.distributed.outcome import together
 from octavo.errors import ConfigError
 from octavo.models import Decoder, Tokenizer
+from octavo.models.checkpoint import record
 from octavo.models.checkpoint.storage import check_writable
 from octavo.models.export import ModelExport
 from octavo.models.save import save_model
@@ -388,12 +389,13 @@ class _Run:
             return AdapterExport(self.model, self.dataset.tokenizer, self.adapters)
         return ModelExport(self.model, self.dataset.tokenizer, dtype=DTYPES[self.config.precision.dtype])
 
-    def merge(self, first_step: int, step: int) -> Path | None:
+    def merge(self, step: int) -> Path | None:
         """Write the model with the adapters in its weights, after the last step of a run that has some: its folder."""
         folder = self.config.run.dir / MERGED
         if self.adapters is None or step < self.config.run.steps:
             return None
-        if step > first_step or not folder.is_dir():
+        merged = record.read(folder)  # of an earlier end, where a kill came before this one's was written
+        if merged is None or merged.weight_version != self.model.weight_version:
             save_model(self.adapters.merged(self.model), folder, tokenizer=self.dataset.tokenizer)
         return folder
 
@@ -414,7 +416,7 @@ class _Run:
             conversion_report=self.model.conversion_report,
             stopped_by=reasons[0] if reasons and step < self.config.run.steps else None,
             first_step=first_step,
-            merged=self.merge(first_step, step),
+            merged=self.merge(step),
         )
 
 

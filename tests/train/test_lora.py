@@ -323,7 +323,13 @@ def test_every_layer_of_a_family_calls_its_adapters(family: str, tmp_path: Path)
         before = found
 
 
-def test_a_finished_run_has_nothing_to_do_and_goes_on_when_asked(make_lora: MakeConfig) -> None:
+def raise_interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_finished_run_has_nothing_to_do_and_goes_on_when_asked(
+    make_lora: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = quiet(make_lora())
     assert first.merged is not None
     times = {path: path.stat().st_mtime_ns for path in first.merged.rglob("*")}
@@ -331,6 +337,14 @@ def test_a_finished_run_has_nothing_to_do_and_goes_on_when_asked(make_lora: Make
     assert again.merged == first.merged and times == {p: p.stat().st_mtime_ns for p in first.merged.rglob("*")}
     weights = (first.merged / "model.safetensors").read_bytes()
     assert quiet(make_lora(run={"steps": 8})).first_step == 6
+    assert (first.merged / "model.safetensors").read_bytes() != weights
+    with monkeypatch.context() as killed:  # after the last checkpoint
+        killed.setattr("octavo.train.loop.save_model", raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            quiet(make_lora(run={"steps": 10}))
+    weights = (first.merged / "model.safetensors").read_bytes()
+    again = quiet(make_lora(run={"steps": 10}))
+    assert (again.first_step, again.step) == (10, 10)
     assert (first.merged / "model.safetensors").read_bytes() != weights
     quiet(make_lora(run={"steps": 8}), resume=False)
     assert (first.merged.parent / "previous-1" / "model" / "config.json").is_file()

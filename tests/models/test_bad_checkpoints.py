@@ -1,7 +1,9 @@
 """Every way in which a checkpoint can be bad, or a save can fail: a clear error, and nothing half-written."""
 
 import dataclasses
+import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,7 +182,14 @@ def test_a_run_s_folders_point_to_its_newest_model(tmp_path: Path) -> None:
     (final / "config.json").write_text("{}")
     (tmp_path / "run" / "config.json").write_text('{"trainer": {"steps": 3}}')  # as reinforcement keeps its settings
     assert model_of_run(tmp_path / "run") == final
-    (final / "config.json").unlink()
+    for folder, version in ((final, 3), (model, 3), (model, 4)):
+        (folder / "octavo").mkdir(exist_ok=True)
+        fields = {"format": 1, "numerics": {"recipe": {"name": "bf16"}}, "numerics_fingerprint": ""}
+        fields |= {"high_precision": [], "weight_version": version}
+        (folder / "octavo" / "numerics.json").write_text(json.dumps(fields))
+        newest = model if version == 4 else final  # the run has gone on since its end
+        assert model_of_run(tmp_path / "run") == newest
+    shutil.rmtree(final)
     (tmp_path / "run" / "config.json").unlink()
     for lost in (b"step-00000009\n", b"step-0000\xb0002\n"):  # the second is no UTF-8
         (model.parent.parent / "LATEST").write_bytes(lost)

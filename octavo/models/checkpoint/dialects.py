@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import CheckpointError
-from octavo.models.checkpoint import compressed_tensors, fbgemm, fp8_block, fp8_tensor, modelopt
+from octavo.models.checkpoint import compressed_tensors, fbgemm, fp8_block, fp8_tensor, modelopt, record
 from octavo.models.checkpoint.layout import Layout
 
 logger = logging.getLogger(__name__)
@@ -37,15 +37,26 @@ def model_of_run(path: Path) -> Path | None:
         return path / "model"
     if any(path.glob("*.safetensors")):
         return None
-    final = path / "final"  # of a run of reinforcement that came to its end
-    if (final / CONFIG_FILE).is_file():
-        return final
+    final, latest = path / "final", _latest_model(path)  # of a run of reinforcement that came to its end
+    if not (final / CONFIG_FILE).is_file():
+        return latest
+    # it may have gone on since
+    return latest if latest is not None and _weight_version(latest) > _weight_version(final) else final
+
+
+def _latest_model(path: Path) -> Path | None:
+    """The model that LATEST names, of a run or of its checkpoints."""
     for folder in (path, path / "checkpoints"):
         latest = folder / "LATEST"
         if latest.is_file():
             model = folder / latest.read_text(encoding="utf-8", errors="replace").strip() / "model"
             return model if (model / CONFIG_FILE).is_file() else None
     return None
+
+
+def _weight_version(model: Path) -> int:
+    known = record.read(model)
+    return known.weight_version if known else 0
 
 
 def newest_model(path: Path) -> Path:

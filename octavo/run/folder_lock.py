@@ -13,7 +13,7 @@ from octavo.distributed.outcome import together
 from octavo.errors import ConfigError
 from octavo.models.checkpoint.storage import writing
 
-_FILE = ".lock"
+LOCK_FILE = ".lock"
 _LOCKLESS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
@@ -39,7 +39,7 @@ def _hold(directory: Path, held: contextlib.ExitStack) -> str | None:
     """Take the lock until `held` ends; else who has it."""
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        file = held.enter_context((directory / _FILE).open("a+", encoding="utf-8"))
+        file = held.enter_context((directory / LOCK_FILE).open("a+", encoding="utf-8"))
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from octavo.errors import DataError
+from octavo.run.folder_lock import LOCK_FILE
+from octavo.run.metrics import METRICS_FILE
 from octavo.train.config import DataSection
 
 T = TypeVar("T")
@@ -84,12 +86,18 @@ def _read_all(path: str, data: DataSection) -> Iterator[str]:
 
 
 def walk(root: Path, suffixes: tuple[str, ...], skipped: set[str]) -> list[Path]:
-    """The files under a directory that end so, in a fixed order; hidden folders and those named are left out."""
+    """The files under a directory that end so, in a fixed order; hidden folders, runs' and those named are left out."""
     files: list[Path] = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = sorted(name for name in subfolders if name not in skipped and not name.startswith("."))
+        kept = (name for name in subfolders if name not in skipped and not name.startswith("."))
+        subfolders[:] = sorted(name for name in kept if not _is_run(Path(folder, name)))
         files += [Path(folder, name) for name in sorted(names) if name.endswith(suffixes)]
     return files
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a run writes there: text that grew with it could not be gone on with."""
+    return (folder / LOCK_FILE).is_file() and (folder / METRICS_FILE).is_file()
 
 
 def _read_text(path: Path) -> str:

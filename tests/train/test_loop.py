@@ -155,6 +155,20 @@ def test_recipe_may_change_on_the_way(make_config: MakeConfig, capsys: pytest.Ca
     assert losses == sorted(losses, reverse=True)  # type: ignore[type-var]
 
 
+def test_a_run_within_its_text_goes_on(corpus: Path, tmp_path: Path) -> None:
+    """Its own files, and those of a run beside it, are no text of it."""
+    text = tmp_path / "text"
+    text.mkdir()
+    shutil.copy(corpus, text)
+
+    def run(name: str, steps: int) -> TrainResult:
+        return quiet(build_config(corpus, text, name, data={"path": str(text)}, run={"steps": steps}))
+
+    run("first", 3)
+    assert run("first", 4).first_step == 3
+    assert run("second", 3).step == 3
+
+
 def test_other_amax_history_starts_anew(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
     quiet(make_config(run={"steps": 3}, precision={"recipe": "delayed", "amax_history_len": 8}))
     train(make_config(run={"steps": 4}, precision={"recipe": "delayed", "amax_history_len": 16}))

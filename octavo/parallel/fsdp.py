@@ -165,9 +165,19 @@ def _wrap(
             unit.set_gradient_divide_factor(1.0)  # type: ignore[operator]
             unit.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
         if is_ordered:
+            unit.set_requires_gradient_sync = _keep_sync  # type: ignore[assignment]
             replicas = mesh.group("dp_replicate") if mesh.num_replicas > 1 else None
             for group in param_groups(unit):
                 unit.set_custom_reduce_scatter(OrderedReduceScatter(group.fsdp_params, replicas))  # type: ignore[operator]
+
+
+def _keep_sync(requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+    """FSDP2's, of a unit whose gradients are added in order."""
+    if not requires_gradient_sync:
+        raise ConfigError(
+            "an ordered reduction adds every rank's micro-batches one by one, and without gradient sync a rank would "
+            "add its own first: other bits; leave set_requires_gradient_sync(False) out, or use reduction='sum'"
+        )
 
 
 def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

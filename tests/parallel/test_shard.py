@@ -93,6 +93,10 @@ def job(rank: int, file: Path) -> dict[str, Any]:
     with pytest.raises(ConfigError, match="this SGD was made before the model was sharded"):
         early.step()
     del early
+    for unit in (model, model.layers[0]):
+        unit.set_requires_gradient_sync(True)  # type: ignore[union-attr,operator]
+        with pytest.raises(ConfigError, match="without gradient sync a rank would add its own first"):
+            unit.set_requires_gradient_sync(False)  # type: ignore[union-attr,operator]
     with pytest.raises(ConfigError, match="was sharded with reduction='ordered'"):
         use_fp8_reduce_scatter(model)
     found["unused"] = refusal_of_unused(mesh)

@@ -9,8 +9,9 @@ from octavo.models.tokenizer import REPLACEMENT, Tokenizer
 class StreamDecoder:
     """Turns tokens into text one by one and never gives out half a UTF-8 character.
 
-    All texts that push and flush return, joined, are tokenizer.decode of all ids. Tokens of a byte-level tokenizer are
-    decoded one by one, at a tenth of the time; of others a window is.
+    All texts that push and flush return, joined, are tokenizer.decode of all ids; but a character that was given out
+    stays where bytes follow it that are none, which makes byte fallback take it back. Tokens of a byte-level tokenizer
+    are decoded one by one, at a tenth of the time; of others a window is.
     """
 
     _CONTEXT = 8  # tokens kept, because some decoders treat the first token of a text differently
@@ -33,13 +34,15 @@ class StreamDecoder:
         if token_id < self._tokenizer.vocab_size:  # others have no text
             self._ids.append(int(token_id))
         text = self._text()
-        # An incomplete character at the end decodes to one U+FFFD; everything before it is settled.
-        settled = len(text) - 1 if text.endswith(REPLACEMENT) else len(text)
+        # An incomplete character at the end decodes to one U+FFFD; everything before it is settled. Of byte fallback
+        # each byte since the last other token decodes to one, until the character is complete.
+        settled = len(text)
+        if text.endswith(REPLACEMENT):
+            settled = len(text.rstrip(REPLACEMENT)) if self._tokenizer.is_byte(token_id) else settled - 1
         fresh = text[self._num_given : settled]
         self._num_given = max(self._num_given, settled)
         if settled == len(text) and len(self._ids) >= self._WINDOW:
-            self._ids = self._ids[-self._CONTEXT :]
-            self._num_given = len(self._text())
+            self._cut_window()
         return fresh
 
     def flush(self) -> str:
@@ -62,6 +65,17 @@ class StreamDecoder:
         settled = text[:-1]  # of one to three bytes becomes one U+FFFD
         self._tail = next(read[-n:] for n in (1, 2, 3) if read[:-n].decode(errors="replace") == settled)
         return settled
+
+    def _cut_window(self) -> None:
+        """Keep the context, which must not begin within a character: its bytes would spoil those that follow."""
+        whole = self._ids
+        for num_kept in range(self._CONTEXT, self._CONTEXT + 4):
+            self._ids = whole[-num_kept:]
+            text = self._text()
+            if not text.startswith(REPLACEMENT):
+                self._num_given = len(text)
+                return
+        self._ids = whole
 
     def _text(self) -> str:
         return self._tokenizer.backend.decode(self._ids, skip_special_tokens=self._skip)

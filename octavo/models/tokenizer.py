@@ -148,6 +148,10 @@ class Tokenizer:
         spelled = _spelled_bytes(token)
         return text.encode() if spelled is None else spelled
 
+    def is_byte(self, token_id: int) -> bool:
+        """Whether a token is spelled as byte fallback spells one byte."""
+        return _BYTE_TOKEN.fullmatch(str(self.backend.id_to_token(token_id))) is not None
+
     @functools.cached_property
     def utf8_by_token(self) -> "_TokenUtf8 | None":
         """Each token's bytes where a text's are those of its tokens, joined; None where a token's neighbours matter."""

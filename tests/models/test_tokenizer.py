@@ -5,7 +5,8 @@ import random
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, decoders
+from tokenizers import AddedToken, decoders, models
+from tokenizers import Tokenizer as Backend
 
 from octavo.errors import CheckpointError, ConfigError, DataError
 from octavo.models import StreamDecoder, Tokenizer, char_tokenizer, load_tokenizer, train_bpe
@@ -128,6 +129,40 @@ def test_streams_of_random_tokens_join_to_their_decoding(bpe: Tokenizer) -> None
 def test_a_stream_ends_with_what_was_never_completed(bpe: Tokenizer) -> None:
     ids = [bpe.backend.token_to_id(c) for c in "ðŁĺ"]  # three of the four bytes of an emoji
     assert stream(bpe, ids) == ["", "", "", "\ufffd"]
+
+
+@pytest.fixture(scope="module")
+def fallback() -> Tokenizer:
+    """As those of Llama 2 and Mistral: what has no token is spelled in bytes."""
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"\u2581abc"]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    backend = Backend(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    return Tokenizer(backend)
+
+
+@pytest.mark.parametrize(
+    "text", ["a\U0001f600b", "\U0001f600" * 2, "\u6f22" * 50, "\u2581abc\xe9\n" * 9 + "\u6f22\U0001f600"]
+)
+def test_a_stream_gives_characters_of_fallback_bytes_out_whole(fallback: Tokenizer, text: str) -> None:
+    ids = fallback.encode(text)
+    pieces = stream(fallback, ids)
+    assert "".join(pieces) == fallback.decode(ids) == text.replace("\u2581", " ").removeprefix(" ")
+    assert pieces[-1] == "" and all(len(piece) <= 1 for piece in pieces)
+
+
+def test_a_stream_of_fallback_bytes_that_are_no_text(fallback: Tokenizer) -> None:
+    grin = fallback.encode("\U0001f600")
+    assert stream(fallback, [*grin, *fallback.encode("a"), *grin[:2]]) == [
+        *[""] * 3,
+        "\U0001f600",
+        "a",
+        "",
+        "",
+        "\ufffd" * 2,
+    ]
+    assert stream(fallback, [*grin[:2], *fallback.encode("a")])[-2:] == ["\ufffd" * 2 + "a", ""]
 
 
 def test_byte_level_streams_are_cut_as_windows_are(bpe: Tokenizer) -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -385,6 +386,20 @@ def test_a_stream_survives_a_generate_in_its_midst(llm: LLM) -> None:
     next(stream)
     llm.generate("xyz", params)
     assert list(stream)[-1].outputs[0].token_ids == llm.generate("abc", params)[0].outputs[0].token_ids
+
+
+def test_calls_from_several_threads(llm: LLM) -> None:
+    """Each steps what the others ask for, too, and one of them takes the last step."""
+
+    def generate(prompt: int) -> list[int]:
+        params = SamplingParams(temperature=0, max_tokens=1 + prompt % 5, ignore_eos=True)
+        return llm.generate([[prompt]], params)[0].outputs[0].token_ids
+
+    prompts = list(range(1, 31))
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(generate, prompts))
+    assert found == [generate(prompt) for prompt in prompts]
+    assert llm.stats.num_kv_pages_used == 0
 
 
 @pytest.mark.parametrize("stage", ["launch", "collect"])

@@ -40,9 +40,9 @@ class EngineDriver:
         self._is_closed = False
 
     def step(self) -> Advanced:
-        """Engine.step, when no other thread wants the engine."""
+        """Engine.step, when no other thread wants the engine; none where another one has done all that was left."""
         with self._own_turn():
-            return self.engine.step()
+            return self.engine.step() if self.engine.has_unfinished else []
 
     def drain(self) -> None:
         """Step until nothing is left, also of what other callers asked for."""

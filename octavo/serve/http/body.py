@@ -85,7 +85,7 @@ def parse_body(schema: type[T], raw: bytes) -> T:
 def _check_sizes(content: dict[str, Any]) -> None:
     """Refuse what would take long to check, and long to hand over."""
     prompt, tokens, bias = content.get("prompt"), content.get("tokens"), content.get("logit_bias")
-    if isinstance(prompt, list) and len(prompt) > (MAX_TOKENS if type(prompt[0]) is int else MAX_PROMPTS):
+    if isinstance(prompt, list) and len(prompt) > (MAX_TOKENS if prompt and type(prompt[0]) is int else MAX_PROMPTS):
         text = f"prompt has {len(prompt)} items; {MAX_TOKENS} token ids or {MAX_PROMPTS} prompts are the most"
         raise ApiError(400, text, "prompt", "invalid_value")
     if isinstance(tokens, list) and len(tokens) > MAX_TOKENS:

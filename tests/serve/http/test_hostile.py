@@ -33,11 +33,12 @@ def test_a_long_prompt_is_refused_by_its_length(server: Running) -> None:
         ("/v1/completions", {"prompt": "a", "logit_bias": {str(i): 1.0 for i in range(1025)}}, "logit_bias"),
         ("/v1/completions", {"prompt": [[1]] + [1] * 1_000_000}, "prompt"),
         ("/v1/completions", {"prompt": [[]] * 1_000_000}, "prompt"),
+        ("/v1/completions", {"prompt": [], "user": "a" * 40_000}, "prompt"),
         ("/v1/completions", {f"f{i}": 1 for i in range(100_000)}, None),
         ("/detokenize", {"tokens": [9] * 2_000_000}, "tokens"),
         ("/detokenize", {"tokens": [9] * 1_000_000 + [-1]}, "tokens"),
     ],
-    ids=["messages", "logit_bias", "logit_bias 1025", "mixed ids", "empty lists", "unknown", "tokens", "bad token"],
+    ids=["messages", "logit_bias", "1025 biases", "mixed ids", "empty lists", "none", "unknown", "tokens", "bad token"],
 )
 def test_health_answers_while_a_large_body_is_read(
     server: Running, path: str, body: dict[str, object], param: str | None

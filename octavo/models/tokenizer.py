@@ -306,6 +306,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library has no narrower type
         raise CheckpointError(f"{file}: not a tokenizer file: {error}") from error
+    backend.no_truncation()  # of the batches that were tokenized before it was saved
+    backend.no_padding()
     fields = _read_json(file.parent / _CONFIG)
     return Tokenizer(
         backend,

@@ -90,6 +90,15 @@ def test_saved_tokenizers_are_read_back(tmp_path: Path, bpe: Tokenizer, kind: st
         assert again.decode(again.encode("abc ca")) == "abc ca"
 
 
+def test_no_text_is_cut_or_padded_as_a_file_says(tmp_path: Path, bpe: Tokenizer) -> None:
+    backend = Backend.from_str(bpe.backend.to_str())
+    backend.enable_truncation(4)  # as transformers leaves it in what it saves
+    backend.enable_padding(length=8)
+    Tokenizer(backend).save(tmp_path)
+    for text in ("a", "the cat sat on the mat"):
+        assert load_tokenizer(tmp_path).encode(text) == bpe.encode(text)
+
+
 def test_where_the_eos_id_comes_from(tmp_path: Path, bpe: Tokenizer) -> None:
     bpe.save(tmp_path)
     config = tmp_path / "tokenizer_config.json"

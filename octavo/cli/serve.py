@@ -173,10 +173,12 @@ class Asked:
             raise ConfigError("--enable-return-routed-experts: this model has no experts; leave it out")
         if self.tokenizer is not None and not self.tokenizer.exists():
             raise ConfigError(f"--tokenizer: there is no {self.tokenizer}")
-        if self.chat_template is not None and not self.chat_template.is_file():
-            raise ConfigError(
-                f"--chat-template must be a file with a Jinja template, got {str(self.chat_template)!r:.80}"
-            )
+        if self.chat_template is not None:
+            try:
+                self.chat_template.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                text = f"got {str(self.chat_template)!r:.80}: {error}"
+                raise ConfigError(f"--chat-template must be a file with a Jinja template, {text}") from None
         if self.tokenizer is None and not (self.model / "tokenizer.json").is_file():
             if self.chat_template is not None:
                 raise ConfigError(f"--chat-template needs a tokenizer, and {self.model} has none; give --tokenizer")

@@ -160,6 +160,9 @@ def test_a_chat_template_of_ones_own(tmp_path: Path) -> None:
         assert next(engine.model.parameters()).dtype == torch.float32
     with pytest.raises(ConfigError, match=r"--chat-template needs a tokenizer, and .* has none; give --tokenizer"):
         Asked(tmp_path / "ids alone", None, HOW, EngineConfig(), chat_template=tmp_path / "own.jinja").check()
+    (tmp_path / "latin1.jinja").write_bytes(b"\xe9{{ messages }}")
+    with pytest.raises(ConfigError, match=r"--chat-template must be a file with a Jinja template, got .* can't decode"):
+        Asked(tmp_path / "m", None, HOW, EngineConfig(), chat_template=tmp_path / "latin1.jinja").check()
 
 
 def test_what_is_served_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -388,6 +388,18 @@ def test_a_stream_survives_a_generate_in_its_midst(llm: LLM) -> None:
     assert list(stream)[-1].outputs[0].token_ids == llm.generate("abc", params)[0].outputs[0].token_ids
 
 
+def test_a_stream_that_is_aborted_says_so(tmp_path: Path) -> None:
+    model = make_model("llama", "rowwise", num_layers=1)
+    save_model(model, tmp_path)
+    llm = LLM(model, num_kv_pages=12)
+    stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=6, ignore_eos=True))
+    before = next(stream).outputs[0]
+    llm.update_weights(tmp_path, running="abort")
+    (last,) = stream
+    assert last.finished and last.outputs[0].finish_reason == "abort"
+    assert last.outputs[0].token_ids == before.token_ids
+
+
 def test_calls_from_several_threads(llm: LLM) -> None:
     """Each steps what the others ask for, too, and one of them takes the last step."""
 
@@ -439,7 +451,7 @@ def test_tokens_that_cannot_be_taken_in_before_an_update_leave_a_clean_engine(
         patch.setattr(llm.engine.model_runner, "collect", fail)
         with pytest.raises(RuntimeError, match="out of luck"):
             llm.engine.replace_weights(lambda: model.weight_version, "keep")
-    assert not llm.engine.has_unfinished and [*stream] == []
+    assert not llm.engine.has_unfinished and [state.outputs[0].finish_reason for state in stream] == ["abort"]
     llm.engine.check_integrity()
     assert llm.generate([[1, 2, 3]], params)[0].outputs == expected.outputs
 

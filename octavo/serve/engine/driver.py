@@ -81,18 +81,17 @@ class EngineDriver:
 
     def stream(self, given: RequestInput) -> Generator[RequestState]:
         """Run one request and yield its state after each token; one that is closed early ends the request."""
-        num_shown = 0
+        num_shown, is_whole = 0, False
         with self._own_turn():
             request = self.engine.admit(RequestState(given), keep_text=True)
         try:
-            while not request.is_finished or num_shown < request.num_output_tokens:
-                if num_shown == request.num_output_tokens:
+            while not is_whole:
+                if not request.is_finished and num_shown == request.num_output_tokens:
                     self.step()
-                if num_shown < request.num_output_tokens:
-                    num_shown = request.num_output_tokens
+                # the end is shown once, also without a token: max_tokens=0, or a weight update that aborts
+                if request.is_finished or num_shown < request.num_output_tokens:
+                    num_shown, is_whole = request.num_output_tokens, request.is_finished
                     yield request
-            if num_shown == 0:  # max_tokens=0: the prompt's logprobs are all there is
-                yield request
         finally:
             self._abort([request])
 

@@ -1,6 +1,6 @@
 """Text of a growing list of tokens: each character as soon as it is whole."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from octavo.errors import DataError
 from octavo.models.tokenizer import REPLACEMENT, Tokenizer
@@ -12,18 +12,27 @@ class StreamDecoder:
     All texts that push and flush return, joined, are tokenizer.decode of all ids; but a character that was given out
     stays where bytes follow it that are none, which makes byte fallback take it back. Tokens of a byte-level tokenizer
     are decoded one by one, at a tenth of the time; of others a window is.
+
+    Args:
+        context: tokens before the first one, whose text is not given out: some decoders drop the space that a text
+            begins with, and this one begins behind them.
     """
 
     _CONTEXT = 8  # tokens kept, because some decoders treat the first token of a text differently
     _WINDOW = 32  # tokens decoded at most, give or take a run of bytes that are no character
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._ids: list[int] = []
         self._num_given = 0  # characters of the window's text that were given out
         self._utf8 = tokenizer.utf8_by_token
         self._tail = b""  # that was not given out as text, where tokens are bytes
+        if self._utf8 is None and context:
+            self._ids = [i for i in context[-2 * self._CONTEXT :] if i < tokenizer.vocab_size]
+            self._cut_window()
+            if not self._num_given or self._text().endswith(REPLACEMENT):  # what follows may complete a character
+                self._ids, self._num_given = [], 0
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
@@ -44,6 +53,13 @@ class StreamDecoder:
         if settled == len(text) and len(self._ids) >= self._WINDOW:
             self._cut_window()
         return fresh
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """The text of these tokens, where none were pushed before and none follow: as push and flush, but faster."""
+        if self._utf8 is not None:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
+        self._ids += [i for i in token_ids if i < self._tokenizer.vocab_size]
+        return self.flush()
 
     def flush(self) -> str:
         """What is still held back at the end: U+FFFD for a character that was never completed."""

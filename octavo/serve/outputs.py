@@ -106,7 +106,7 @@ class CompletionOutput:
 
     Attributes:
         index: which of the request's n samples.
-        text: the decoded output, cut before a stop string; "" without a tokenizer.
+        text: the output decoded as it follows the prompt, cut before a stop string; "" without a tokenizer.
         token_ids: every token generated, the one that ended it included.
         logprobs: for each token a dict token id -> Logprob, the sampled token always in it; None if not asked for.
             Its `sampled` are the numbers of the sampled tokens alone.

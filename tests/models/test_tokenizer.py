@@ -5,11 +5,12 @@ import random
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, decoders, models
+from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as Backend
 
 from octavo.errors import CheckpointError, ConfigError, DataError
 from octavo.models import StreamDecoder, Tokenizer, char_tokenizer, load_tokenizer, train_bpe
+from tests.fallback_tokenizer import fallback_tokenizer
 
 TEXTS = ["the cat sat on the mat\n" * 5, "def f(x):\n    return x + 1\n" * 5, "naïve café ☃ 漢字 😀" * 3]
 STRANGE = ["", " ", "\n\n  x", "naïve ☃😀", "\x00\x7f\u2028", "a\ufffdb", "e\u0301", "日本語" * 20]
@@ -142,13 +143,7 @@ def test_a_stream_ends_with_what_was_never_completed(bpe: Tokenizer) -> None:
 
 @pytest.fixture(scope="module")
 def fallback() -> Tokenizer:
-    """As those of Llama 2 and Mistral: what has no token is spelled in bytes."""
-    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"\u2581abc"]
-    vocab = {token: i for i, token in enumerate(tokens)}
-    backend = Backend(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
-    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    backend.decoder = decoders.Sequence(steps)
-    return Tokenizer(backend)
+    return fallback_tokenizer()
 
 
 @pytest.mark.parametrize(
@@ -158,7 +153,7 @@ def test_a_stream_gives_characters_of_fallback_bytes_out_whole(fallback: Tokeniz
     ids = fallback.encode(text)
     pieces = stream(fallback, ids)
     assert "".join(pieces) == fallback.decode(ids) == text.replace("\u2581", " ").removeprefix(" ")
-    assert pieces[-1] == "" and all(len(piece) <= 1 for piece in pieces)
+    assert pieces[-1] == "" and all(len(piece) <= 2 for piece in pieces)
 
 
 def test_a_stream_of_fallback_bytes_that_are_no_text(fallback: Tokenizer) -> None:
@@ -172,6 +167,16 @@ def test_a_stream_of_fallback_bytes_that_are_no_text(fallback: Tokenizer) -> Non
         "\ufffd" * 2,
     ]
     assert stream(fallback, [*grin[:2], *fallback.encode("a")])[-2:] == ["\ufffd" * 2 + "a", ""]
+
+
+@pytest.mark.parametrize("prompt", ["", "a", "\U0001f600a\n", "abc" * 20, "\u6f22" * 20])
+def test_a_text_goes_on_behind_its_context(fallback: Tokenizer, prompt: str) -> None:
+    context, ids = fallback.encode(prompt), fallback.encode(" a b\u6f22") * 9
+    text = " a b\u6f22" * 9
+    text = text if context else text[1:]  # only what begins a text loses its space
+    decoder = StreamDecoder(fallback, context=context)
+    assert "".join(map(decoder.push, ids)) + decoder.flush() == text
+    assert StreamDecoder(fallback, context=context).push_all(ids) == text
 
 
 def test_byte_level_streams_are_cut_as_windows_are(bpe: Tokenizer) -> None:

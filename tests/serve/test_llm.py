@@ -28,6 +28,7 @@ from octavo.models import Decoder, Tokenizer, char_tokenizer, train_bpe
 from octavo.nn import live_tensors
 from octavo.serve.engine import Engine, EngineConfig
 from octavo.serve.outputs import with_texts
+from tests.fallback_tokenizer import fallback_tokenizer
 from tests.serve.random_models import make_model
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz .,!?"  # fewer tokens than the model's vocabulary: the rest has no text
@@ -333,6 +334,16 @@ def test_text_in_and_out(llm: LLM, tokenizer: Tokenizer) -> None:
     known = [t for t in output.outputs[0].token_ids if t < tokenizer.vocab_size]
     assert output.outputs[0].text == tokenizer.decode(known)
     assert len(known) < 20  # the model sampled ids that no text has, and nothing broke
+
+
+def test_a_text_keeps_the_space_that_it_begins_with() -> None:
+    tokenizer = fallback_tokenizer()
+    llm = LLM(make_model("llama", "rowwise", num_layers=1, vocab_size=tokenizer.vocab_size), tokenizer, num_kv_pages=4)
+    (word,) = tokenizer.encode(" a")
+    for stop in (None, "b"):
+        params = SamplingParams(max_tokens=2, logit_bias={word: 100.0}, temperature=0, stop=stop)
+        assert llm.generate("ab", params)[0].outputs[0].text == " a a"
+        assert [state.outputs[0].text for state in llm.stream("ab", params)] == [" a", " a a"]
 
 
 def test_a_stop_string_over_tokens_cuts_the_text(llm: LLM) -> None:

@@ -2,6 +2,7 @@
 
 import math
 
+from octavo.models.stream_decoder import StreamDecoder
 from octavo.models.tokenizer import Tokenizer
 from octavo.serve.engine.request import RequestState
 from octavo.serve.engine.sequence import Sequence
@@ -59,4 +60,4 @@ def _text(seq: Sequence, tokenizer: Tokenizer | None) -> str:
     ids = seq.output_token_ids
     if seq.finish_reason == "stop":
         ids.pop()
-    return tokenizer.decode([t for t in ids if t < tokenizer.vocab_size])
+    return StreamDecoder(tokenizer, context=seq.token_ids[: seq.prompt_len]).push_all(ids)

@@ -161,7 +161,7 @@ class Engine:
                 seed=request_seed(*root, index),
                 max_len=int(min(len(prompt_ids) + max_tokens, self.max_model_len)),
                 stop_token_ids=stop_ids,
-                detokenizer=self._make_detokenizer(params, keep_text),
+                detokenizer=self._make_detokenizer(request.input, keep_text),
                 grammar=None if params.schema_text is None else self.grammars.make(params.schema_text),
             )
             for index in range(params.n)
@@ -440,10 +440,12 @@ class Engine:
         """A request's state as its caller sees it."""
         return make_output(request, self.tokenizer)
 
-    def _make_detokenizer(self, params: SamplingParams, keep_text: bool) -> Detokenizer | None:
-        if self.tokenizer is None or not (params.stop_strings or keep_text):
+    def _make_detokenizer(self, given: RequestInput, keep_text: bool) -> Detokenizer | None:
+        stops = given.params.stop_strings
+        if self.tokenizer is None or not (stops or keep_text):
             return None
-        return Detokenizer(StreamDecoder(self.tokenizer), params.stop_strings, self.tokenizer.vocab_size)
+        decoder = StreamDecoder(self.tokenizer, context=given.prompt_ids)
+        return Detokenizer(decoder, stops, self.tokenizer.vocab_size)
 
     def _salt(self) -> str:
         """What a cached page depends on beside its tokens."""

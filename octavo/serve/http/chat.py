@@ -1,20 +1,20 @@
 """POST /v1/chat/completions."""
 
-from collections import defaultdict
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from octavo.errors import OctavoError
-from octavo.serve.engine.request import Delta
+from octavo.serve.engine.request import Delta, RequestInput
 from octavo.serve.http.answer import Answer, compile_schema
 from octavo.serve.http.body import body_of, openapi_of
 from octavo.serve.http.errors import ApiError, as_api_error
 from octavo.serve.http.params import make_params
 from octavo.serve.http.schema import ChatRequest, Message
 from octavo.serve.http.service import Service, ServiceOf, require_api_key
-from octavo.serve.http.token_text import GrowingText, TokenTexts, json_number
+from octavo.serve.http.token_text import GrowingTexts, TokenTexts, json_number
 from octavo.serve.outputs import Logprob
 
 router = APIRouter(dependencies=[Depends(require_api_key)])
@@ -35,7 +35,7 @@ async def chat_completions(
         schema = await compile_schema(request, service, params)
         ids, text = await encode_chat(service, body.messages, body.add_generation_prompt, body.chat_template_kwargs)
         inputs = [await service.make_input(ids, params, text, schema, max_tokens=max_tokens, field="messages")]
-        form = ChatFormat(body, TokenTexts(engine.tokenizer, body.return_tokens_as_token_ids))
+        form = ChatFormat(body, TokenTexts(engine.tokenizer, body.return_tokens_as_token_ids), inputs)
         usage = body.stream_options is not None and body.stream_options.include_usage
         answer = Answer(service, form, model_name, inputs, include_usage=usage)
         return await answer.respond(request, body.stream)
@@ -75,9 +75,9 @@ class ChatFormat:
 
     id_prefix, object_name, chunk_object_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, body: ChatRequest, texts: TokenTexts) -> None:
+    def __init__(self, body: ChatRequest, texts: TokenTexts, inputs: Sequence[RequestInput] = ()) -> None:
         self._body, self._texts = body, texts
-        self._growing = defaultdict[int, GrowingText](lambda: GrowingText(texts))  # of each choice
+        self._growing = GrowingTexts(texts, inputs)
 
     def opening(self, num_choices: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}

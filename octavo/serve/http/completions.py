@@ -1,6 +1,6 @@
 """POST /v1/completions."""
 
-from collections import defaultdict
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -16,7 +16,7 @@ from octavo.serve.http.errors import ApiError, as_api_error
 from octavo.serve.http.params import check_routed_experts, make_params
 from octavo.serve.http.schema import CompletionRequest
 from octavo.serve.http.service import Service, ServiceOf, require_api_key
-from octavo.serve.http.token_text import GrowingText, TokenTexts, json_number
+from octavo.serve.http.token_text import GrowingTexts, TokenTexts, json_number
 from octavo.serve.outputs import Logprob
 from octavo.serve.sampling_params import SamplingParams
 
@@ -59,7 +59,7 @@ async def completions(
         inputs = await _make_inputs(service, body, params, schema)
         texts = TokenTexts(engine.tokenizer, body.return_tokens_as_token_ids)
         echoes = [texts.join(given.prompt_ids) if given.prompt is None else given.prompt for given in inputs]
-        form = CompletionFormat(body, texts)
+        form = CompletionFormat(body, texts, inputs)
         usage = body.stream_options is not None and body.stream_options.include_usage
         answer = Answer(
             service,
@@ -106,9 +106,9 @@ class CompletionFormat:
 
     id_prefix, object_name, chunk_object_name = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, body: CompletionRequest, texts: TokenTexts) -> None:
+    def __init__(self, body: CompletionRequest, texts: TokenTexts, inputs: Sequence[RequestInput] = ()) -> None:
         self._body, self._texts = body, texts
-        self._growing = defaultdict[int, GrowingText](lambda: GrowingText(texts))  # of each choice
+        self._growing = GrowingTexts(texts, inputs)
 
     def opening(self, num_choices: int) -> list[dict[str, Any]]:
         return []

@@ -2,9 +2,11 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from octavo.models.stream_decoder import StreamDecoder
 from octavo.models.tokenizer import Tokenizer
+from octavo.serve.engine.request import RequestInput
 
 # what OpenAI's API writes for a token of no probability
 LOWEST_LOGPROB = -9999.0
@@ -64,12 +66,15 @@ class GrowingText:
     The texts of its tokens, joined, are its text. A character that several tokens make up is the last one's; the others
     have "". A token that adds nothing to the text (an end of sequence, an id that only the model knows) is shown by
     itself all the same, and takes no room.
+
+    Args:
+        prompt_ids: what it follows.
     """
 
-    def __init__(self, texts: TokenTexts) -> None:
+    def __init__(self, texts: TokenTexts, prompt_ids: Sequence[int] = ()) -> None:
         self._texts = texts
         self._num_chars = 0
-        self._decoder = self._make_decoder(skip_special_tokens=True)
+        self._decoder = self._make_decoder(skip_special_tokens=True, context=prompt_ids)
 
     def echo(self, token_ids: list[int], text: str) -> tuple[list[str], list[int]]:
         """Texts and offsets of a prompt's tokens; text is what the choice begins with, as it was sent."""
@@ -108,9 +113,10 @@ class GrowingText:
             shown.append(self._shown(token_id, fresh if is_part else fresh + self._texts.text(token_id)))
         return shown, offsets
 
-    def _make_decoder(self, *, skip_special_tokens: bool) -> StreamDecoder | None:
-        tokenizer = self._texts.tokenizer
-        return None if tokenizer is None else StreamDecoder(tokenizer, skip_special_tokens=skip_special_tokens)
+    def _make_decoder(self, *, skip_special_tokens: bool, context: Sequence[int] = ()) -> StreamDecoder | None:
+        if self._texts.tokenizer is None:
+            return None
+        return StreamDecoder(self._texts.tokenizer, skip_special_tokens=skip_special_tokens, context=context)
 
     def _push(self, decoder: StreamDecoder | None, token_id: int) -> str:
         is_known = self._texts.has_text(token_id, skip_special_tokens=False)
@@ -118,3 +124,20 @@ class GrowingText:
 
     def _shown(self, token_id: int, text: str) -> str:
         return f"token_id:{token_id}" if self._texts.as_ids else text
+
+
+class GrowingTexts(dict[int, GrowingText]):
+    """Those of an answer's choices, by index; each is made when it is first wanted.
+
+    Args:
+        inputs: the answer's, each with as many samples.
+    """
+
+    def __init__(self, texts: TokenTexts, inputs: Sequence[RequestInput]) -> None:
+        super().__init__()
+        self._texts, self._inputs = texts, inputs
+
+    def __missing__(self, index: int) -> GrowingText:
+        given = self._inputs[index // self._inputs[0].params.n]
+        self[index] = made = GrowingText(self._texts, given.prompt_ids)
+        return made

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from octavo import sequence_logprobs
-from tests.serve.http.running import NAME, Running, byte_tokenizer, running, script
+from tests.fallback_tokenizer import fallback_tokenizer
+from tests.serve.http.running import NAME, Running, byte_tokenizer, make_engine, running, script
 
 PROMPT = "tell me a story"
 
@@ -236,3 +237,19 @@ def test_usage_counts_the_tokens_that_the_prefix_cache_had() -> None:
             usage = server.complete(prompt=prompts, max_tokens=2, n=2)["usage"]
             assert usage["prompt_tokens_details"] == {"cached_tokens": wanted}
             assert usage["prompt_tokens"] == 152
+
+
+def test_a_completion_keeps_the_space_that_it_begins_with() -> None:
+    tokenizer = fallback_tokenizer()
+    ids = [*tokenizer.encode(" a \U0001f600"), 0]
+    with running(lambda: make_engine(tokenizer)) as server, script(server, ids):
+        fields = {"prompt": "ab", "max_tokens": len(ids) - 1, "logprobs": 0}
+        (choice,) = server.complete(**fields)["choices"]
+        assert choice["text"] == "".join(choice["logprobs"]["tokens"]) == " a \U0001f600"
+        lines = server.post("/v1/completions", **fields, stream=True).text.split("\n\n")[:-2]
+        streamed = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+        assert (
+            [part["text"] for part in streamed] == choice["logprobs"]["tokens"] == [" a", " ", "", "", "", "\U0001f600"]
+        )
+        (echoed,) = server.complete(**fields, echo=True)["choices"]
+        assert echoed["text"] == "".join(echoed["logprobs"]["tokens"]) == "ab a \U0001f600"

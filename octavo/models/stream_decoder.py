@@ -19,7 +19,8 @@ class StreamDecoder:
     """
 
     _CONTEXT = 8  # tokens kept, because some decoders treat the first token of a text differently
-    _WINDOW = 32  # tokens decoded at most, give or take a run of bytes that are no character
+    _WINDOW = 32  # tokens decoded at most, but for bytes that are no character
+    _LONGEST = 128  # and with these
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
@@ -45,12 +46,18 @@ class StreamDecoder:
         text = self._text()
         # An incomplete character at the end decodes to one U+FFFD; everything before it is settled. Of byte fallback
         # each byte since the last other token decodes to one, until the character is complete.
-        settled = len(text)
+        settled, is_stuck = len(text), len(self._ids) >= self._LONGEST
         if text.endswith(REPLACEMENT):
-            settled = len(text.rstrip(REPLACEMENT)) if self._tokenizer.is_byte(token_id) else settled - 1
+            if not self._tokenizer.is_byte(token_id):
+                settled -= 1
+            elif not is_stuck:
+                settled = len(text.rstrip(REPLACEMENT))
         fresh = text[self._num_given : settled]
         self._num_given = max(self._num_given, settled)
-        if settled == len(text) and len(self._ids) >= self._WINDOW:
+        if is_stuck:
+            self._ids = self._ids[-self._CONTEXT :]
+            self._num_given = len(self._text()) - (len(text) - settled)
+        elif settled == len(text) and len(self._ids) >= self._WINDOW:
             self._cut_window()
         return fresh
 

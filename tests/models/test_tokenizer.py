@@ -169,6 +169,16 @@ def test_a_stream_of_fallback_bytes_that_are_no_text(fallback: Tokenizer) -> Non
     assert stream(fallback, [*grin[:2], *fallback.encode("a")])[-2:] == ["\ufffd" * 2 + "a", ""]
 
 
+def test_bytes_that_are_never_a_character_are_given_out_and_forgotten(bpe: Tokenizer, fallback: Tokenizer) -> None:
+    backend = Backend.from_str(bpe.backend.to_str())
+    backend.decoder = decoders.Sequence([decoders.ByteLevel()])
+    for tokenizer, byte in ((Tokenizer(backend), bpe.backend.token_to_id("\u0122")), (fallback, 1 + 0x80)):
+        decoder = StreamDecoder(tokenizer)
+        text = "".join(decoder.push(byte) for _ in range(1000))
+        assert len(decoder._ids) < 200 and len(text) > 800  # the engine decodes them at each token
+        assert text + decoder.flush() == "\ufffd" * 1000
+
+
 @pytest.mark.parametrize("prompt", ["", "a", "\U0001f600a\n", "abc" * 20, "\u6f22" * 20])
 def test_a_text_goes_on_behind_its_context(fallback: Tokenizer, prompt: str) -> None:
     context, ids = fallback.encode(prompt), fallback.encode(" a b\u6f22") * 9

@@ -112,7 +112,8 @@ class ChatFormat:
             assert entry is not None, "only a prompt's first token has none"
             shown = {i: self._token(i, e, text if i == token_id else self._texts.text(i)) for i, e in entry.items()}
             best = [shown[i] for i, e in entry.items() if e.rank is not None and e.rank <= self._num_best]
-            entries.append(shown[token_id] | {"top_logprobs": best})
+            # the token has a rank among them too where it is as likely as the last of them
+            entries.append(shown[token_id] | {"top_logprobs": best[: self._num_best]})
         return entries
 
     @property

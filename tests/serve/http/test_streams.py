@@ -20,6 +20,7 @@ from octavo.serve.http.errors import ApiError
 from octavo.serve.http.metrics import _TOKEN_S, Metrics
 from octavo.serve.http.schema import ChatRequest, CompletionRequest
 from octavo.serve.http.token_text import TokenTexts
+from octavo.serve.outputs import Logprob
 from octavo.serve.sampling_params import SamplingParams
 from tests.serve.http.running import Running
 
@@ -148,3 +149,12 @@ def test_a_server_sets_its_interpreter_for_streams_and_then_back() -> None:
     """A collection that looks at all that is loaded stops every stream for a tenth of a second."""
     done = subprocess.run([sys.executable, "-c", _SERVER], capture_output=True, text=True, check=False, timeout=120)
     assert done.stdout.split() == ["True", "10000", "0.001", "0", "True"], done.stderr
+
+
+def test_no_more_top_logprobs_than_were_asked_for() -> None:
+    """A token that is as likely as the last of them is none of them."""
+    asked = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 1}
+    form = ChatFormat(ChatRequest.model_validate(asked), TEXTS, [RequestInput([1], SamplingParams())])
+    delta = Delta(0, "a", [7], [{5: Logprob(-1.0, 1), 7: Logprob(-1.0, 1)}])
+    (entry,) = form.chunk(delta)["logprobs"]["content"]
+    assert len(entry["top_logprobs"]) == 1

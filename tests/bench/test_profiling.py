@@ -248,7 +248,7 @@ def test_a_reinforcement_step_has_a_profile_a_phase(tmp_path: Path) -> None:
     assert backward and not backward & sampling and all("without the profiler, ms" in p["figures"] for p in profiles)
 
 
-@pytest.mark.slow
+@pytest.mark.largest
 def test_a_cold_start_has_its_stages(tmp_path: Path) -> None:
     [profile] = run(tmp_path, "cold-start")
     assert list(profile["stages"])[:4] == ["interpreter and imports", "checkpoint", "engine", "first token"]

@@ -44,6 +44,7 @@ def names(variants: list[StackVariant]) -> list[str]:
     return [variant.name for variant in variants]
 
 
+@pytest.mark.largest
 def test_a_quick_run_of_the_whole_model(tmp_path: Path) -> None:
     asked = dataclasses.replace(quick.options(tmp_path), recipes=("blockwise",), passes=1, filters=("whole model",))
     assert run_benchmark("step", asked)

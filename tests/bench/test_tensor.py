@@ -65,6 +65,7 @@ def test_the_limit_of_a_large_model_is_what_bytes_and_operations_leave() -> None
     assert limit_s(config, prompts, 1, 1e30) == pytest.approx(operations / 1.979e15)
 
 
+@pytest.mark.largest
 def test_profiled_steps_name_what_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = build_model(make_toy(QWEN3_8B), Numerics(), "cpu")
     llm = LLM(model, enable_prefix_caching=False, max_num_seqs=2, num_kv_pages=8, max_model_len=128)

@@ -68,7 +68,9 @@ def train(model: torch.nn.Module, steps: int, uses: int = 2) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("steps", "uses"), [(60, 2), (WriteWatch.MOST_STEPS - 1, 2), (3, 70)])
+@pytest.mark.parametrize(
+    ("steps", "uses"), [pytest.param(60, 2, marks=pytest.mark.largest), (WriteWatch.MOST_STEPS - 1, 2), (3, 70)]
+)
 def test_a_write_in_the_first_hundred_steps(steps: int, uses: int) -> None:
     """Whatever number of uses they had, and though the codes were made long after the first ones."""
     assert WriteWatch.MOST_STEPS == 100

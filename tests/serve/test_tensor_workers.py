@@ -196,8 +196,9 @@ def test_a_rank_that_is_killed_as_it_captures_a_graph_ends_the_start_or_all_requ
     llm.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("step", ["wait_until_loaded", "join"])
+@pytest.mark.parametrize(
+    "step", [pytest.param("wait_until_loaded", marks=pytest.mark.slow), pytest.param("join", marks=pytest.mark.largest)]
+)
 def test_a_rank_that_is_killed_at_the_start_is_one_error(
     checkpoint: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,9 @@ def fail(job: str, tell: Tell) -> None:
         os._exit(3)
 
 
-@pytest.mark.parametrize("size", [pytest.param(0, id="here"), pytest.param(2, id="processes", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size", [pytest.param(0, id="here"), pytest.param(2, id="processes", marks=pytest.mark.largest)]
+)
 def test_results_and_events(size: int) -> None:
     events: list[tuple[str, Any]] = []
     with Workers(size) as workers:

@@ -74,12 +74,12 @@ def command(
         else:
             outputs = llm.generate(prompt, params, use_progress=progress)
         stats, max_model_len = llm.stats, llm.engine.max_model_len
-    console = Console()
     for text, output in zip(prompt, outputs, strict=True):
         for sample in output.outputs:
-            console.print(text, style="bold", end="\n" if chat else "", markup=False, highlight=False, soft_wrap=True)
-            console.print(sample.text, markup=False, highlight=False, soft_wrap=True)
-    console.print(_summary(stats), style="dim", highlight=False)
+            # not rich, which expands tabs, drops carriage returns and takes ":x:" for an emoji
+            typer.secho(text, bold=True, nl=chat)
+            typer.echo(sample.text, color=True)
+    Console().print(_summary(stats), style="dim", highlight=False)
     if note := _cut_short(outputs, max_tokens, max_model_len):
         Console(stderr=True).print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
 

@@ -1,5 +1,6 @@
 """`octavo generate`: text and a line of stats on stdout; the user's mistakes are one line on stderr."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from octavo import LLM, SamplingParams, save_model
 from octavo.errors import ConfigError
 from octavo.models import char_tokenizer
+from octavo.serve import RequestOutput
 from tests.conftest import RunOctavo
 from tests.serve.random_models import make_model
 
@@ -110,3 +112,17 @@ def test_chat_puts_prompts_into_the_template(tmp_path: Path, generate: RunOctavo
     assert llm.chat([[{"role": "user", "content": "abc"}]] * 2, greedy)[1].outputs == answer.outputs
     shown = generate(tmp_path / "m", "-p", "abc", "--chat", "--temperature", "0", "--max-tokens", "5").out
     assert shown.startswith(f"abc\n{answer.outputs[0].text}")
+
+
+def test_text_is_printed_as_it_is(checkpoint: Path, generate: RunOctavo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tab becomes spaces, no colons an emoji, no carriage return is lost."""
+    text, plainly = "[x]\t:x:\r\x1b[0m \n", LLM.generate
+
+    def say(llm: LLM, prompts: list[str], *args: object, **options: object) -> list[RequestOutput]:
+        outputs = plainly(llm, ["a"] * len(prompts), *args, **options)
+        (sample,) = outputs[0].outputs
+        outputs[0].outputs[:] = [dataclasses.replace(sample, text=text)]
+        return outputs
+
+    monkeypatch.setattr(LLM, "generate", say)
+    assert f"\t:x:{text}\n" in generate(checkpoint, "-p", "\t:x:", "--max-tokens", 1).out

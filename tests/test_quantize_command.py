@@ -99,3 +99,11 @@ def test_a_mistake_is_one_line(checkpoint: Path, tmp_path: Path, octavo: Octavo)
     assert done.stderr.endswith("got 'fp8_blok'; did you mean 'fp8-block'?\n")
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("pattern", ["*.[qk]_proj", "re:.*q_proj[/]?", "re:.*q(:x:)?_proj"])
+def test_a_pattern_is_shown_as_it_was_given(checkpoint: Path, tmp_path: Path, octavo: Octavo, pattern: str) -> None:
+    done = octavo("quantize", checkpoint, tmp_path / "[out] :x:", "--dialect", "fp8-tensor", "--ignore", pattern)
+    assert done.returncode == 0, done.stderr
+    assert f"ignore {pattern!r}" in done.stdout
+    assert f"{tmp_path}/[out] :x:: " in done.stdout

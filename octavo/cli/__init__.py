@@ -213,4 +213,4 @@ def _say_error(error: OctavoError | str, translate: Callable[[str], str] = str) 
 
 
 def _say(line: str, style: str) -> None:
-    Console(stderr=True).print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+    Console(stderr=True, emoji=False).print(line, style=style, markup=False, highlight=False, soft_wrap=True)

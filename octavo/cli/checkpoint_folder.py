@@ -14,7 +14,8 @@ def newest_model(path: Path) -> Path:
     model = model_of_run(path)
     if model is None:
         return path
-    Console(stderr=True, highlight=False, soft_wrap=True).print(f"{path}: a run; reading {model}", markup=False)
+    console = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
+    console.print(f"{path}: a run; reading {model}")
     return model
 
 

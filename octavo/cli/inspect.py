@@ -27,8 +27,9 @@ def command(
     Reads headers only. Exits with 2 where a scale or tensor is missing, unused or misshapen.
     """
     report = inspect_checkpoint(path)
-    console = Console()
-    wide = console if console.is_terminal else Console(width=max(console.width, _MIN_WIDTH))
+    console = Console(markup=False, emoji=False)
+    width = None if console.is_terminal else max(console.width, _MIN_WIDTH)
+    wide = Console(width=width, markup=False, emoji=False)
     if not modules:
         wide.print(_tensor_table(report))
     table = _table("module", "count", "format", "dtype", "weight scale", "input scale")
@@ -36,9 +37,9 @@ def command(
         table.add_row(row.name, str(row.count), row.scheme, row.dtype, row.weight_scale or "", row.input_scale or "")
     wide.print(table)
     for line in _summary(report):
-        wide.print(line, markup=False, highlight=False, soft_wrap=True)
+        wide.print(line, highlight=False, soft_wrap=True)
     for problem in report.problems:
-        wide.print(problem, style="red", markup=False, highlight=False, soft_wrap=True)
+        wide.print(problem, style="red", highlight=False, soft_wrap=True)
     if report.problems:
         count = f"{len(report.problems)} problem{'s' * (len(report.problems) > 1)}"
         raise CheckpointError(f"{path}: {count}, listed above")

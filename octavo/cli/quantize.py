@@ -70,8 +70,9 @@ def command(
         got = f"got {dialect!r}{hint}" if dialect else "and is not given"
         most = "vLLM, SGLang and transformers read fp8-block"
         raise ConfigError(f"--dialect must be one of {', '.join(QUANTIZED_DIALECTS)} ({most}), {got}")
-    console = Console()
-    wide = console if console.is_terminal else Console(width=max(console.width, _WIDTH))
+    console = Console(markup=False, emoji=False)  # a pattern's [qk] is no style
+    width = None if console.is_terminal else max(console.width, _WIDTH)
+    wide = Console(width=width, markup=False, emoji=False)
     text = CalibrationText(calibration, eval_text, num_calibration_samples, eval_samples, max_seq_length)
     with _ProgressBar() as progress:
         report = quantize_checkpoint(
@@ -87,7 +88,7 @@ def command(
         )
     wide.print(_kept_table(report))
     for line in _summary(report, out):
-        wide.print(line, markup=False, highlight=False, soft_wrap=True)
+        wide.print(line, highlight=False, soft_wrap=True)
 
 
 def _summary(report: QuantizationReport, out: Path) -> Iterator[str]:

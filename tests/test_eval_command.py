@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from octavo import cli
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, StorageError
 from octavo.integrations.lm_eval import TaskScore
 from octavo.models import ModelConfig, char_tokenizer, load_model, save_model
 from octavo.serve import LLM
@@ -75,4 +75,23 @@ def test_without_a_comparison_there_is_one_column(checkpoint: Path, asked: list[
 def test_a_comparison_with_nothing_is_refused_before_anything_runs(checkpoint: Path, asked: list[object]) -> None:
     with pytest.raises(ConfigError, match="got 'bf61'; did you mean 'bf16'"):
         eval_command.command(checkpoint, ["t"], compare="bf61")
+    assert not asked
+
+
+@pytest.mark.filterwarnings("ignore:.*were decoded")
+def test_one_recipe_with_two_kv_caches_keeps_both_columns(checkpoint: Path, asked: list[object]) -> None:
+    """Into a folder that is made for it."""
+    output = checkpoint.parent / "new" / "scores.json"
+    options = ("--compare", "auto", "--kv-cache-dtype", "fp8", "--device", "cpu", "--output", output)
+    invoke(checkpoint, "--tasks", "piqa", *options)
+    assert asked == [("blockwise", "fp8", ["piqa"], None), ("blockwise", "bf16", ["piqa"], None)]
+    assert list(json.loads(output.read_text())["scores"]) == ["auto", "auto with bf16 KV"]
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_anything_runs(
+    checkpoint: Path, asked: list[object]
+) -> None:
+    for output in (checkpoint / "config.json" / "scores.json", checkpoint):
+        with pytest.raises(StorageError, match="--output"):
+            eval_command.command(checkpoint, ["t"], output=output)
     assert not asked

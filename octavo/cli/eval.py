@@ -1,6 +1,7 @@
 """`octavo eval MODEL --tasks NAME`: tasks of lm-evaluation-harness through the engine, beside another precision."""
 
 import dataclasses
+import errno
 import gc
 import json
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.table import Table
 from octavo.cli.checkpoint_folder import Checkpoint, newest_model
 from octavo.errors import ConfigError, did_you_mean
 from octavo.integrations.lm_eval import TaskScore, require_harness, run_tasks
+from octavo.models.checkpoint.storage import check_writable, storage_error
 from octavo.models.load import AUTO_RECIPE
 from octavo.numerics.recipe import RECIPE_NAMES
 from octavo.serve import LLM
@@ -52,6 +54,11 @@ def command(
             f"--compare takes a recipe ({', '.join(known)}) or a checkpoint's directory, got {compare!r}"
             f"{did_you_mean(compare, known)}"
         )
+    if output is not None:
+        if output.is_dir():
+            raise storage_error(f"--output = {output}", errno.EISDIR)
+        check_writable(output.parent, "--output")
+        output.parent.mkdir(parents=True, exist_ok=True)
     names = [name for entry in tasks for name in entry.split(",") if name]
 
     def scores(path: Path, quantization: str, kv_dtype: str, attention: str) -> list[TaskScore]:
@@ -75,11 +82,13 @@ def command(
         reference = scores(
             newest_model(Path(compare)) if is_path else model, AUTO_RECIPE if is_path else compare, "bf16", "bf16"
         )
+    Console(markup=False, emoji=False).print(_table(found, reference, recipe, compare))
     if output is not None:
-        columns = {recipe: found} | ({compare: reference} if compare is not None and reference is not None else {})
+        columns = {recipe: found}
+        if compare is not None and reference is not None:
+            columns[f"{compare} with bf16 KV" if compare == recipe else compare] = reference
         scores_by_column = {name: [dataclasses.asdict(score) for score in column] for name, column in columns.items()}
         output.write_text(json.dumps({"limit": limit, "scores": scores_by_column}, indent=2) + "\n", encoding="utf-8")
-    Console().print(_table(found, reference, recipe, compare))
 
 
 def _table(found: list[TaskScore], reference: list[TaskScore] | None, recipe: str, compare: str | None) -> Table:

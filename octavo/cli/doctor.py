@@ -1,6 +1,7 @@
 """`octavo doctor [MODEL]`: can this machine run octavo, and where does a model depart from bf16 in FP8."""
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -72,6 +73,8 @@ def command(
         raise ConfigError(
             "--recipe, --text, --tokens, --threshold and --set go with a MODEL: a checkpoint, a TOML file or a recipe"
         )
+    if threshold is not None and not math.isfinite(threshold):
+        raise ConfigError(f"--threshold must be a finite number of dB, got {threshold}")
     for name in {recipe, model} & set(RECIPE_NAMES) if model else ():
         require_here(str(name), where)
     report = None

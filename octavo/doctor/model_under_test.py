@@ -63,14 +63,21 @@ def open_model_under_test(
         num_tokens: how many tokens, at most, of a text.
         overrides: of a TOML file's keys, "section.key=value".
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: it is none of these, or an option is of another one.
         DataError: a text of fewer than two tokens, or one for a model without a tokenizer.
     """
     path = Path(source)
+    of_config = source not in RECIPE_NAMES and path.suffix == ".toml"
+    if overrides and not of_config:
+        raise ConfigError(f"--set sets keys of a TOML file of octavo train, and {source} is none; leave it out")
+    if text is not None and (of_config or source in RECIPE_NAMES):
+        raise ConfigError(f"--text goes with a checkpoint, and {source} is none; leave it out")
+    if source in RECIPE_NAMES and recipe not in (None, source):
+        raise ConfigError(f"{source} is a recipe already, and --recipe {recipe} another; leave out one of the two")
     if source in RECIPE_NAMES:
         model = small_model(num_tokens, device, seed)
         return ModelUnderTest(f"a small random model under {source}", model, _tokens(model, num_tokens, seed), source)
-    if path.suffix == ".toml":
+    if of_config:
         return _from_config(path, device, recipe, overrides)
     if not path.is_dir():
         raise ConfigError(

@@ -102,12 +102,14 @@ def open_policies(
         prompts: texts; none takes the file's task, or random tokens.
         overrides: of a TOML file's keys, "section.key=value".
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: it is none of these, or overrides go with another one.
         DataError: texts for a model without a tokenizer.
         CheckpointError: see octavo.load_model.
         RecipeError: see octavo.load_model.
     """
     path = Path(source)
+    if overrides and (source in RECIPE_NAMES or path.suffix != ".toml"):
+        raise ConfigError(f"--set sets keys of a TOML file of octavo rl, and {source} is none; leave it out")
     if source in RECIPE_NAMES:
         model = small_model(_RANDOM_CONTEXT, device, seed)
         options = dataclasses.replace(options, recipe=options.recipe or source)

@@ -182,6 +182,15 @@ def test_bad_input(quick, doctor):
     for asked in ("--recipe blockwize", "--text abc", "--tokens 9", "--threshold 20", "--set run.steps=1"):
         code, out = doctor(*asked.split())
         assert code == 2 and "go with a MODEL" in " ".join(out.split())
+    for asked, said in (
+        ("rowwise --threshold nan", "--threshold must be a finite number of dB, got nan"),
+        ("rowwise --recipe blockwise", "--recipe blockwise another"),
+        ("rowwise --text abc", "--text goes with a checkpoint"),
+        ("train.toml --text abc", "--text goes with a checkpoint"),
+        ("rowwise --set run.steps=1", "--set sets keys of a TOML file"),
+    ):
+        code, out = doctor(*asked.split())
+        assert code == 2 and said in " ".join(out.split()), asked
     code, out = doctor("bf16")
     assert code == 2 and "would run in FP8" in " ".join(out.split())
     with pytest.raises(ConfigError, match=r"no-such-run\.toml"):

@@ -433,6 +433,12 @@ def test_an_engine_elsewhere_is_described(checkpoint: str, option: tuple[str, st
     assert json.loads(run(*arguments)[1])["largest"] == part
 
 
+def test_keys_are_of_a_file(checkpoint: str, run: Run) -> None:
+    for model in (checkpoint, "rowwise"):
+        code, said = run(model, "--set", "run.steps=1")
+        assert code == 2 and "--set sets keys of a TOML file" in " ".join(said.split())
+
+
 def test_a_recipe_file_says_both_sides(tmp_path: Path, run: Run) -> None:
     config = tmp_path / "config.toml"
     config.write_text(

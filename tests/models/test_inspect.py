@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from octavo.models import ModelConfig
+from octavo.errors import CheckpointError
+from octavo.models import ModelConfig, load_model
 from octavo.models.checkpoint.inspect import inspect_checkpoint
 from octavo.models.checkpoint.safetensors_io import SINGLE_FILE
 from tests.conftest import RunOctavo
@@ -17,7 +18,7 @@ from tests.models.foreign import FOREIGN, write_foreign
 Save = Callable[..., Path]
 Edit = Callable[..., None]
 Change = Callable[[dict[str, torch.Tensor]], object]
-DOWN = "model.layers.0.mlp.down_proj.weight"
+DOWN, NORM = "model.layers.0.mlp.down_proj.weight", "model.norm.weight"
 
 
 def test_a_good_checkpoint_has_no_problems(config: ModelConfig, save: Save) -> None:
@@ -42,8 +43,9 @@ def test_a_good_checkpoint_has_no_problems(config: ModelConfig, save: Save) -> N
         (lambda t: t.pop("model.norm.weight"), "missing tensor: model.norm.weight"),
         (lambda t: t.update({"model.norm.weight": torch.ones(4)}), r"wrong shape: model.norm.weight is \(4,\)"),
         (lambda t: t.update({"extra": torch.ones(4)}), "unused tensor: extra"),
+        (lambda t: t.update({NORM: t[NORM].double()}), f"wrong dtype: {NORM} is float64"),
     ],
-    ids=["missing-scale", "unused-scale", "orphan-scale", "scheme", "missing", "shape", "unused"],
+    ids=["missing-scale", "unused-scale", "orphan-scale", "scheme", "missing", "shape", "unused", "dtype"],
 )
 def test_problems_are_named(config: ModelConfig, save: Save, edit_tensors: Edit, change: Change, problem: str) -> None:
     path = save(config, "fp8-block")
@@ -51,6 +53,21 @@ def test_problems_are_named(config: ModelConfig, save: Save, edit_tensors: Edit,
     problems = inspect_checkpoint(path).problems
     assert len(problems) == 1
     assert re.match(problem, problems[0]), problems
+
+
+@pytest.mark.parametrize("scale", [torch.ones(3), torch.ones(1, dtype=torch.int32)], ids=["shape", "dtype"])
+@pytest.mark.parametrize("name", ["mlp.down_proj.input_scale", "self_attn.k_proj.k_scale"])
+def test_scales_that_loading_refuses_are_named(
+    config: ModelConfig, tmp_path: Path, edit_tensors: Edit, name: str, scale: torch.Tensor
+) -> None:
+    path = write_foreign(tmp_path / "m", config, FOREIGN["modelopt"])
+    assert inspect_checkpoint(path).problems == []
+    edit_tensors(path, lambda tensors: tensors.update({f"model.layers.0.{name}": scale}))
+    (problem,) = inspect_checkpoint(path).problems
+    assert problem.startswith(f"wrong scale: model.layers.0.{name} ")
+    with pytest.raises(CheckpointError) as refused:
+        load_model(path, recipe="auto")
+    assert str(refused.value) == problem.replace("wrong scale", str(path))
 
 
 @pytest.mark.parametrize(

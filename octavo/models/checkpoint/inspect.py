@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 
 from octavo.errors import CheckpointError
-from octavo.models.checkpoint import kv_scales, record
+from octavo.models.checkpoint import bf16, kv_scales, record
 from octavo.models.checkpoint.dialects import CONFIG_FILE, read_config, read_layout
 from octavo.models.checkpoint.layout import Layout
 from octavo.models.checkpoint.names import parameter_names
 from octavo.models.checkpoint.record import Record
 from octavo.models.checkpoint.safetensors_io import SafetensorsReader, TensorEntry
-from octavo.models.checkpoint.scaled_weight import scale_shapes
+from octavo.models.checkpoint.scaled_weight import find_scale, input_scale_misfits, scale_shapes
 from octavo.models.checkpoint.stored import find_problems
 from octavo.models.config import ModelConfig
 from octavo.numerics import Scaling
@@ -245,6 +245,14 @@ def _check_architecture(path: Path, reader: SafetensorsReader, orphans: set[str]
         for name, entry in reader.entries.items()
         if shapes.get(name, entry.shape) != entry.shape
     ]
+    problems += [
+        f"wrong dtype: {name} is {_dtype_name(entry)}, which no weight may be"
+        for name, entry in reader.entries.items()
+        if name in shapes and entry.dtype not in (*bf16.DTYPES, *_FP8)
+    ]
+    inputs = (find_scale(reader.entries, name, layout.input_scale) for name in shapes if name.endswith(".weight"))
+    misfits = [p for name in inputs if name for p in input_scale_misfits(reader.entries[name], layout)]
+    problems += [f"wrong scale: {problem}" for problem in (*misfits, *kv_scales.misfits(reader, config))]
     unused = [name for name in found.unused if name not in orphans]
     return layout, problems + [f"unused {'scale' if _is_scale(name) else 'tensor'}: {name}" for name in unused]
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -10,7 +10,7 @@ from octavo.errors import CheckpointError
 from octavo.models.checkpoint.layout import BF16, F16, F32, Layout
 from octavo.models.checkpoint.names import ParameterNames
 from octavo.models.checkpoint.safetensors_io import SafetensorsReader
-from octavo.models.checkpoint.scaled_weight import read_scale
+from octavo.models.checkpoint.scaled_weight import read_scale, scale_misfits
 from octavo.models.config import ModelConfig
 
 _LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(?:self_attn|attn|mixer)\.(.+)")
@@ -113,11 +113,21 @@ def read(reader: SafetensorsReader, config: ModelConfig) -> tuple[KVScales, ...]
             raise CheckpointError(f"{reader.path}: {name} is not zero; octavo's KV cache has no zero points")
     if not found.scales:
         return ()
-    heads = {"k": config.num_kv_heads, "v": config.num_kv_heads, "q": config.num_heads}
-    values = {key: _read_one(reader, name, heads[key[1]]) for key, name in found.scales.items()}
+    if problem := next(misfits(reader, config), None):
+        raise CheckpointError(f"{reader.path}: {problem}")
+    values = {key: read_scale(reader, name, _LAYOUT).reshape(-1) for key, name in found.scales.items()}
     return tuple(
         KVScales(values.get((i, "k")), values.get((i, "v")), values.get((i, "q"))) for i in range(config.num_layers)
     )
+
+
+def misfits(reader: SafetensorsReader, config: ModelConfig) -> Iterator[str]:
+    """What is wrong with the shapes and dtypes of a file's KV scales; by headers alone."""
+    for (_, role), name in find_names(reader.entries, config.num_layers).scales.items():
+        entry, num_heads = reader.entries[name], config.num_heads if role == "q" else config.num_kv_heads
+        if entry.shape not in ((), (1,), (num_heads,), (num_heads, 1, 1)):
+            yield f"{name} has shape {entry.shape}; a KV-cache scale is one number or one a head ({num_heads})"
+        yield from scale_misfits(entry, _LAYOUT)
 
 
 def strategy(kv_scales: tuple[KVScales, ...]) -> str | None:
@@ -163,12 +173,3 @@ def _spelled_like(found: KVNames, layer: int, role: str) -> str | None:
             spelled = re.sub(rf"(?<![a-z]){known_role}(?=[_.])", role, tail[2])
             return name[: tail.start(1)] + str(layer) + name[tail.end(1) : tail.start(2)] + spelled
     return None
-
-
-def _read_one(reader: SafetensorsReader, name: str, num_heads: int) -> torch.Tensor:
-    shape = reader.entries[name].shape
-    if shape not in ((), (1,), (num_heads,), (num_heads, 1, 1)):
-        raise CheckpointError(
-            f"{reader.path}: {name} has shape {shape}; a KV-cache scale is one number or one a head ({num_heads})"
-        )
-    return read_scale(reader, name, _LAYOUT).reshape(-1)

@@ -2,14 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 
 from octavo.errors import CheckpointError
 from octavo.models.checkpoint import bf16
 from octavo.models.checkpoint.layout import Layout
-from octavo.models.checkpoint.safetensors_io import Place, SafetensorsReader
+from octavo.models.checkpoint.safetensors_io import Place, SafetensorsReader, TensorEntry
 from octavo.nn.weights.slices import scales_of
 from octavo.numerics import QuantizedTensor, Scaling
 from octavo.numerics.scaling import floor_to_power_of_two
@@ -93,10 +93,8 @@ def read_scale(reader: SafetensorsReader, name: str, layout: Layout) -> torch.Te
     Raises:
         CheckpointError: of a dtype that the dialect does not have, or a scale that is not finite or not positive.
     """
-    dtype = reader.entries[name].dtype
-    if dtype not in layout.scale_dtypes:
-        known = " or ".join(str(known).removeprefix("torch.") for known in layout.scale_dtypes)
-        raise CheckpointError(f"{reader.path}: {name} is {dtype}; {layout.dialect} scales are {known}")
+    if problem := next(scale_misfits(reader.entries[name], layout), None):
+        raise CheckpointError(f"{reader.path}: {problem}")
     scale = reader.load(name)
     scale = scale.float()
     num_bad = int((scale <= 0).sum())
@@ -107,6 +105,20 @@ def read_scale(reader: SafetensorsReader, name: str, layout: Layout) -> torch.Te
     return scale
 
 
+def scale_misfits(entry: TensorEntry, layout: Layout) -> Iterator[str]:
+    """What is wrong with the dtype of a scale, by its header."""
+    if entry.dtype not in layout.scale_dtypes:
+        known = " or ".join(str(known).removeprefix("torch.") for known in layout.scale_dtypes)
+        yield f"{entry.name} is {entry.dtype}; {layout.dialect} scales are {known}"
+
+
+def input_scale_misfits(entry: TensorEntry, layout: Layout) -> Iterator[str]:
+    """What is wrong with the shape and dtype of an input's scale, by its header."""
+    if math.prod(entry.shape) != 1:
+        yield f"{entry.name} has shape {entry.shape}; the scale of an input is one number"
+    yield from scale_misfits(entry, layout)
+
+
 def read_input_scale(reader: SafetensorsReader, name: str, layout: Layout) -> torch.Tensor:
     """The known scale of a linear's input.
 
@@ -115,10 +127,8 @@ def read_input_scale(reader: SafetensorsReader, name: str, layout: Layout) -> to
     Raises:
         CheckpointError: it is no single number; see also read_scale.
     """
-    if math.prod(reader.entries[name].shape) != 1:
-        raise CheckpointError(
-            f"{reader.path}: {name} has shape {reader.entries[name].shape}; the scale of an input is one number"
-        )
+    if problem := next(input_scale_misfits(reader.entries[name], layout), None):
+        raise CheckpointError(f"{reader.path}: {problem}")
     return read_scale(reader, name, layout).reshape(1)
 
 

@@ -132,7 +132,8 @@ def _high_precision_linears(stored: StoredWeights, known: record.Record | None, 
                 "none; load it with recipe='auto'"
             )
         return tuple(linear for linear in linears if linear not in stored.input_scales)
-    if known is not None:
+    # the record of a model in another recipe knows nothing of the blocks that a dialect leaves out
+    if known is not None and (stored.layout.weight is None or known.recipe == stored.layout.recipe.name):
         return known.high_precision
     if stored.layout.weight is None:
         return ()

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,6 +69,15 @@ def test_an_fp8_checkpoint_is_the_model_that_wrote_it(
     assert loaded.conversion_report.fp8_names == model.conversion_report.fp8_names
     save_model(loaded, tmp_path / "again", "fp8-block")
     assert stored_bytes(tmp_path / "m") == stored_bytes(tmp_path / "again")
+
+
+def test_what_a_bf16_model_is_written_with_in_bf16_stays_so(tmp_path: Path, ragged_config: ModelConfig) -> None:
+    """As config.json says, whether octavo's own record is there or not."""
+    save_model(load_model(ragged_config), tmp_path / "m", "fp8-block")
+    fp8 = load_model(tmp_path / "m", recipe="auto").conversion_report.fp8_names
+    assert fp8 == ("layers.0.self_attn.o_proj", "layers.1.self_attn.o_proj")
+    shutil.rmtree(tmp_path / "m" / "octavo")
+    assert load_model(tmp_path / "m", recipe="auto").conversion_report.fp8_names == fp8
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

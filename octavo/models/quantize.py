@@ -41,6 +41,7 @@ _BESIDE = (
 )
 _HEAD_REASON = "the head: rounding logits shows in every probability"
 _ROUTER_REASON = "a router: rounding its logits would send tokens to other experts"
+_EQUAL_DB = 999.0  # JSON has no infinity
 _EMBEDDING_REASON = "an embedding: rows are looked up, not multiplied"
 
 
@@ -85,7 +86,8 @@ class QuantizationReport:
         perplexity_before: of the model in bf16; None without text.
         perplexity_after: of the written checkpoint as recipe "auto" computes it.
         perplexity_fp8_kv: the same with K and V under the written scales; None where there are none.
-        weight_sqnr_db: of each module's decoded codes against its weight in bf16, by Hugging Face's names; dB.
+        weight_sqnr_db: of each module's decoded codes against its weight in bf16, by Hugging Face's names; dB, 999
+            where they are equal.
     """
 
     dialect: str
@@ -325,7 +327,8 @@ def _weight_sqnr_db(model: Decoder, layout: Layout, kept: dict[str, str]) -> dic
             assert isinstance(linear, Linear) and linear.weight is not None and layout.weight is not None, name
             codes = written_codes(name, linear, parameter, layout.weight)
             for part, weight in parameter.split(linear.weight.detach()).items():
-                found[part.removesuffix(".weight")] = sqnr(weight, codes[part].dequantize(torch.float32))
+                decoded = codes[part].dequantize(torch.float32)
+                found[part.removesuffix(".weight")] = min(sqnr(weight, decoded), _EQUAL_DB)
     return found
 
 

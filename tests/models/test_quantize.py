@@ -399,3 +399,10 @@ def test_a_failure_leaves_nothing_behind(
     assert set(tmp_path.iterdir()) == beside
     report = quantize_checkpoint(checkpoint, tmp_path / "out", "fp8-tensor-static", text=text)
     assert isinstance(report, QuantizationReport)
+
+
+def test_the_report_is_json_where_codes_are_the_weights(checkpoint: Path, tmp_path: Path, edit_tensors) -> None:
+    edit_tensors(checkpoint, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].zero_())
+    report = quantize_checkpoint(checkpoint, tmp_path / "out", "fp8-tensor")
+    assert report.weight_sqnr_db["model.layers.1.mlp.up_proj"] == 999.0
+    assert "Infinity" not in (tmp_path / "out" / "octavo" / "quantization.json").read_text()

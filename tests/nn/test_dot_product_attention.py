@@ -67,6 +67,17 @@ def test_batches(heads, kv_heads, causal, generator, device):
     check(attention(*inputs), flat.view(3, 20, heads, DIM), inputs, generator)
 
 
+@CAUSAL
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_a_factor_that_is_not_positive(scale, causal, generator, device):
+    """torch's causal attention makes NaN of it."""
+    attention = DotProductAttention(4, 2, DIM, causal=causal, softmax_scale=scale)
+    for lengths in (LENGTHS["ragged"], LENGTHS["equal"]):
+        inputs = tokens(generator, device, 4, 2, (sum(lengths),))
+        wanted = softmax_fp64(*inputs, lengths, causal=causal, scale=scale)
+        check(attention(*inputs, cumulative(lengths, device)), wanted, inputs, generator)
+
+
 def test_without_lengths_it_is_one_sequence(generator, device):
     inputs = tokens(generator, device, 4, 2, (21,))
     attention = DotProductAttention(4, 2, DIM)
@@ -80,6 +91,15 @@ def test_no_tokens(causal, device):
     assert attention(q, k, k, cumulative((0, 0), device)).shape == (0, 4, DIM)
     assert attention(q, k, k).shape == (0, 4, DIM)
     assert attention(q[None], k[None], k[None]).shape == (1, 0, 4, DIM)
+
+
+def test_no_tokens_have_empty_gradients(device):
+    """A rank without tokens gives each weight a gradient of zeros, as the other ranks wait for one."""
+    layer = nn.TransformerLayer(32, 48, 2, dtype=torch.float32, device=device)
+    for x, cu_seqlens in ((torch.zeros(0, 32), cumulative((0, 0), device)), (torch.zeros(0, 5, 32), None)):
+        layer.zero_grad()
+        layer(x.to(device), cu_seqlens=cu_seqlens).sum().backward()
+        assert all(param.grad is not None and not param.grad.any() for param in layer.parameters())
 
 
 def test_views_of_one_projection(generator, device):

@@ -71,7 +71,7 @@ def attention_batch(
         DtypeError: q, k and v of several dtypes.
     """
     _check_heads(q, k, v, 4)
-    return attend_batch(q, k, v, softmax_scale, causal) if q.numel() else torch.zeros_like(q)
+    return attend_batch(q, k, v, softmax_scale, causal) if q.numel() else _of_no_tokens(q, k, v)
 
 
 def attention_packed(
@@ -121,7 +121,7 @@ def attention_packed(
         raise BackendError(f"{kind} attention is causal, got causal=False; use {other}")
     lengths = _measure(cu_seqlens, q.shape[0])
     if q.shape[0] == 0:
-        return torch.zeros_like(q), q.new_zeros(q.shape[:2], dtype=torch.float32) if exact else None
+        return _of_no_tokens(q, k, v), q.new_zeros(q.shape[:2], dtype=torch.float32) if exact else None
     is_coded = kv_cache_dtype == "fp8"
     (k, k_scale), (v, v_scale) = (quantize_kv(x, known, i) if is_coded else (x, None) for i, x in enumerate((k, v)))
     if not exact:
@@ -364,6 +364,11 @@ def _gather(cache: torch.Tensor, pages: torch.Tensor, is_empty: torch.Tensor) ->
 
 def _decode(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype) if scale is None else (x.float() * scale[..., None]).to(dtype)
+
+
+def _of_no_tokens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The empty output, which hands empty gradients on, so that the projections' weights get zeros and not None."""
+    return q + (k.sum() + v.sum())
 
 
 def _measure(cu_seqlens: torch.Tensor | PackedLengths, num_tokens: int) -> PackedLengths:

@@ -44,6 +44,7 @@ def attend_packed(
     Returns:
         [T, H, D] of q's dtype.
     """
+    q, softmax_scale = _with_positive_scale(q, softmax_scale)
     if lengths.is_equal and key_lengths is None:
         q, k, v = (x.unflatten(0, (lengths.num_sequences, lengths.max_len)) for x in (q, k, v))
         return attend_batch(q, k, v, softmax_scale, causal).flatten(0, 1)
@@ -63,11 +64,19 @@ def attend_packed(
 
 def attend_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: bool) -> torch.Tensor:
     """Attention of a batch without padding, q [B, L, H, D] and k, v [B, L, KH, D], of which nothing is copied."""
+    q, softmax_scale = _with_positive_scale(q, softmax_scale)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(
         q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return out.transpose(1, 2)
+
+
+def _with_positive_scale(q: torch.Tensor, softmax_scale: float) -> tuple[torch.Tensor, float]:
+    """Queries and a factor > 0 that give the same scores: torch's causal masks are NaN under any other factor."""
+    if softmax_scale > 0:
+        return q, softmax_scale
+    return q * (-1.0 if softmax_scale < 0 else 0.0), -softmax_scale or 1.0
 
 
 def _flash_takes(q: torch.Tensor) -> bool:

@@ -91,6 +91,17 @@ def test_a_high_precision_model_is_open_to_autocast(config: ModelConfig) -> None
     assert torch.equal(cast, sequence_logprobs(load_model(config, recipe="rowwise"), SEQUENCES)[2])
 
 
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+@pytest.mark.parametrize("numerics", [Numerics(), Numerics(exact=True), Numerics(get_recipe("rowwise"), exact=True)])
+def test_no_tokens_give_gradients_of_zero(config: ModelConfig, numerics: Numerics, lengths: list[int]) -> None:
+    """As a rank whose share of a batch is empty needs them."""
+    model = Decoder(dataclasses.replace(config, tie_word_embeddings=True))
+    model.set_numerics(numerics)
+    context = PackedContext.from_lengths(lengths, model.numerics, model.device, model.kv_table)
+    model(torch.zeros(0, dtype=torch.int64), context).sum().backward()
+    assert all(param.grad is not None and not param.grad.any() for param in model.parameters())
+
+
 def test_what_forward_refuses(config: ModelConfig) -> None:
     model = Decoder(config)
     context = PackedContext.from_lengths([3, 2])

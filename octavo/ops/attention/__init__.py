@@ -167,6 +167,8 @@ def attention_packed_backward(
         (grad_q [T, H, D], grad_k, grad_v [T, KH, D]) of out's dtype.
     """
     lengths = _measure(cu_seqlens, q.shape[0])
+    if q.shape[0] == 0:
+        return torch.zeros_like(out), torch.zeros_like(k, dtype=out.dtype), torch.zeros_like(v, dtype=out.dtype)
     if _has_kernel(out):
         from octavo.ops.attention.triton.backward import attend_backward
 

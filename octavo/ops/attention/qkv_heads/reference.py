@@ -57,7 +57,7 @@ def qkv_heads_backward_reference(
     grad_weights = [rstd.new_empty(0), rstd.new_empty(0)]
     if weights is not None:
         assert qkv is not None, "norms need what they normed"
-        sources = qkv.split([x[0].numel() for x in (grad_q, grad_k, grad_v)], dim=-1)
+        sources = qkv.split([x.shape[1] * x.shape[2] for x in (grad_q, grad_k, grad_v)], dim=-1)
         rstds = rstd.split([x.shape[0] * x.shape[1] for x in grads])
         for i, grad in enumerate(grads):
             dim = grad.shape[-1]

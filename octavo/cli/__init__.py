@@ -16,10 +16,10 @@ from importlib import import_module
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
 
 from octavo import __version__
+from octavo.cli.console import plain_console
 from octavo.cli.foreign_options import refuse_options_of, translate_options
 from octavo.cli.option_names import name_options
 from octavo.deprecation import rename_options
@@ -213,4 +213,4 @@ def _say_error(error: OctavoError | str, translate: Callable[[str], str] = str) 
 
 
 def _say(line: str, style: str) -> None:
-    Console(stderr=True, emoji=False).print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+    plain_console(stderr=True).print(line, style=style, soft_wrap=True)

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from octavo.cli.console import plain_console
 from octavo.models.checkpoint.dialects import model_of_run
 
 
@@ -14,8 +14,7 @@ def newest_model(path: Path) -> Path:
     model = model_of_run(path)
     if model is None:
         return path
-    console = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
-    console.print(f"{path}: a run; reading {model}")
+    plain_console(stderr=True).print(f"{path}: a run; reading {model}", soft_wrap=True)
     return model
 
 

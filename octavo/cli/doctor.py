@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from octavo.cli.checkpoint_folder import newest_model
+from octavo.cli.console import plain_console
 from octavo.cli.ranks import start_ranks
 from octavo.distributed.mesh import Mesh
 from octavo.doctor.departure import DepartureReport, find_departure
@@ -88,7 +89,7 @@ def command(
             overrides=tuple(overrides or ()),
         )
         for note in found.notes:
-            Console(stderr=True).print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
+            plain_console(stderr=True).print(f"note: {note}", soft_wrap=True)
         report = find_departure(found.model, found.run, found.recipe, threshold_db=threshold)
     checks, recipes = check_machine(where), check_recipes(where)
     is_well = all(check.status != "fail" for check in checks) and not any(found.problem for found in recipes)
@@ -123,15 +124,15 @@ def _finish(checks: list[Check], key: str, as_json: bool, *, is_printed: bool = 
     if is_printed and as_json:
         typer.echo(json.dumps({"ok": is_well, key: [vars(check) for check in checks]}, indent=2))
     elif is_printed:
-        _print_checks(Console(highlight=False), checks)
+        _print_checks(plain_console(), checks)
     if not is_well:
         raise typer.Exit(1)
 
 
 def _print_checks(console: Console, checks: list[Check]) -> None:
     for check in checks:
-        console.print(f"[{_COLOURS[check.status]}]{check.status:>4}[/]  {check.name}:", end=" ")
-        console.print(check.text, markup=False, soft_wrap=True)
+        console.print(f"{check.status:>4}", style=_COLOURS[check.status], end="")
+        console.print(f"  {check.name}: {check.text}", soft_wrap=True)
 
 
 def _plain(
@@ -148,24 +149,23 @@ def _plain(
 def _print(
     checks: list[Check], recipes: list[RecipeCheck], report: DepartureReport | None, is_well: bool, said: str
 ) -> None:
-    console = Console(highlight=False)
-    wide = console if console.is_terminal else Console(highlight=False, width=max(console.width, _WIDTH))
-    _print_checks(wide, checks)
+    console = plain_console(min_width=_WIDTH)
+    _print_checks(console, checks)
     table = Table("recipe", "here", "SQNR dB", "why", box=None, pad_edge=False, header_style="bold")
     for found in recipes:
         db = "" if found.sqnr_db is None else f"{found.sqnr_db:.1f}"
         table.add_row(found.name, found.support.how, db, found.problem or found.support.reason)
-    wide.print(table)
+    console.print(table)
     if report is not None:
-        wide.print(f"in FP8: recipe {report.recipe!r}{said}", soft_wrap=True)
-        wide.print(_departures(report))
-        wide.print(report.verdict, style="green" if report.first is None else "red", soft_wrap=True)
+        console.print(f"in FP8: recipe {report.recipe!r}{said}", soft_wrap=True)
+        console.print(_departures(report))
+        console.print(report.verdict, style="green" if report.first is None else "red", soft_wrap=True)
     failed = [check.name for check in checks if check.status == "fail"]
     failed += [f"recipe {found.name}" for found in recipes if found.problem]
     if report is not None and report.first is not None:
         failed.append(f"layer {report.first.layer}")
     if is_well and report is not None and report.first_accumulated is not None:
-        wide.print(
+        console.print(
             f"all is well: no layer is at fault. That errors add up beyond {report.threshold_db:g} dB, "
             f"{10 ** (-report.threshold_db / 20):.0%} of a tensor's magnitude, is usual in a sound model too; "
             "perplexity says what it costs (octavo quantize --eval-text)",
@@ -173,7 +173,9 @@ def _print(
             soft_wrap=True,
         )
     else:
-        wide.print("all is well" if is_well else f"not well: {', '.join(failed)}", style="green" if is_well else "red")
+        console.print(
+            "all is well" if is_well else f"not well: {', '.join(failed)}", style="green" if is_well else "red"
+        )
 
 
 def _departures(report: DepartureReport) -> Table:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from octavo.cli.checkpoint_folder import Checkpoint, newest_model
+from octavo.cli.console import plain_console
 from octavo.errors import ConfigError, did_you_mean
 from octavo.integrations.lm_eval import TaskScore, require_harness, run_tasks
 from octavo.models.checkpoint.storage import check_writable, storage_error
@@ -82,7 +82,7 @@ def command(
         reference = scores(
             newest_model(Path(compare)) if is_path else model, AUTO_RECIPE if is_path else compare, "bf16", "bf16"
         )
-    Console(markup=False, emoji=False).print(_table(found, reference, recipe, compare))
+    plain_console().print(_table(found, reference, recipe, compare))
     if output is not None:
         columns = {recipe: found}
         if compare is not None and reference is not None:

@@ -3,9 +3,9 @@
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from octavo.cli.checkpoint_folder import Checkpoint
+from octavo.cli.console import plain_console
 from octavo.cli.serve_options import TensorParallelMode, TensorParallelSize
 from octavo.errors import RequestError
 from octavo.serve import LLM, RequestOutput, SamplingParams
@@ -79,9 +79,9 @@ def command(
             # not rich, which expands tabs, drops carriage returns and takes ":x:" for an emoji
             typer.secho(text, bold=True, nl=chat)
             typer.echo(sample.text, color=True)
-    Console().print(_summary(stats), style="dim", highlight=False)
+    plain_console().print(_summary(stats), style="dim")
     if note := _cut_short(outputs, max_tokens, max_model_len):
-        Console(stderr=True).print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        plain_console(stderr=True).print(note, style="yellow", soft_wrap=True)
 
 
 def _cut_short(outputs: list[RequestOutput], max_tokens: int, max_model_len: int) -> str:

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from octavo.cli.checkpoint_folder import newest_model
+from octavo.cli.console import plain_console
 from octavo.errors import CheckpointError
 from octavo.models.checkpoint.inspect import CheckpointReport, inspect_checkpoint
 
@@ -27,23 +27,21 @@ def command(
     Reads headers only. Exits with 2 where a scale or tensor is missing, unused or misshapen.
     """
     report = inspect_checkpoint(path)
-    console = Console(markup=False, emoji=False)
-    width = None if console.is_terminal else max(console.width, _MIN_WIDTH)
-    wide = Console(width=width, markup=False, emoji=False)
+    console = plain_console(min_width=_MIN_WIDTH)
     if not modules:
-        wide.print(_tensor_table(report))
+        console.print(_tensor_table(report))
     table = _table("module", "count", "format", "dtype", "weight scale", "input scale")
     for row in report.modules:
         table.add_row(row.name, str(row.count), row.scheme, row.dtype, row.weight_scale or "", row.input_scale or "")
-    wide.print(table)
+    console.print(table)
     for line in _summary(report):
-        wide.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     for problem in report.problems:
-        wide.print(problem, style="red", highlight=False, soft_wrap=True)
+        console.print(problem, style="red", soft_wrap=True)
     if report.problems:
         count = f"{len(report.problems)} problem{'s' * (len(report.problems) > 1)}"
         raise CheckpointError(f"{path}: {count}, listed above")
-    wide.print("no missing or unused scales", style="green")
+    console.print("no missing or unused scales", style="green")
 
 
 def _summary(report: CheckpointReport) -> Iterable[str]:

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from octavo.cli.checkpoint_folder import newest_model
+from octavo.cli.console import plain_console
 from octavo.errors import ConfigError, did_you_mean
 from octavo.models import CalibrationText, QuantizationReport, quantize_checkpoint
 from octavo.models.checkpoint import compressed_tensors
@@ -70,9 +71,7 @@ def command(
         got = f"got {dialect!r}{hint}" if dialect else "and is not given"
         most = "vLLM, SGLang and transformers read fp8-block"
         raise ConfigError(f"--dialect must be one of {', '.join(QUANTIZED_DIALECTS)} ({most}), {got}")
-    console = Console(markup=False, emoji=False)  # a pattern's [qk] is no style
-    width = None if console.is_terminal else max(console.width, _WIDTH)
-    wide = Console(width=width, markup=False, emoji=False)
+    console = plain_console(min_width=_WIDTH)
     text = CalibrationText(calibration, eval_text, num_calibration_samples, eval_samples, max_seq_length)
     with _ProgressBar() as progress:
         report = quantize_checkpoint(
@@ -86,9 +85,9 @@ def command(
             device=find_device(device),
             on_progress=progress.update,
         )
-    wide.print(_kept_table(report))
+    console.print(_kept_table(report))
     for line in _summary(report, out):
-        wide.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
 
 def _summary(report: QuantizationReport, out: Path) -> Iterator[str]:

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from octavo.cli.console import plain_console
 from octavo.config import refuse_empty
 from octavo.env import torchrun_place
 from octavo.integrations.config import resolve_config, to_toml
@@ -109,13 +109,13 @@ def _print_result(result: "RLResult", config: RLConfig) -> None:
     for label, name, digits in SUMMARY:
         table.add_row(label, number(first[name], digits), number(last[name], digits))
     table.add_row("mean reward (held-out)", *(f"{value:.3f}" for value in heldout), style="bold")
-    console = Console()
+    console = plain_console()
     console.print(table)
-    console.print(f"metrics: {config.run.dir / 'metrics.jsonl'}", highlight=False, soft_wrap=True)
+    console.print(f"metrics: {config.run.dir / 'metrics.jsonl'}", soft_wrap=True)
     if config.run.report:
-        console.print(f"report: {config.run.dir / REPORT_FILE}", highlight=False, soft_wrap=True)
+        console.print(f"report: {config.run.dir / REPORT_FILE}", soft_wrap=True)
     if result.checkpoint is not None:
-        console.print(f"checkpoint: {result.checkpoint}", highlight=False, soft_wrap=True)
+        console.print(f"checkpoint: {result.checkpoint}", soft_wrap=True)
 
 
 def _what_goes_on(config: RLConfig, resume: bool) -> str:
@@ -143,4 +143,4 @@ def _echo(text: str) -> None:
 
 def _say(text: str) -> None:
     if _is_first():
-        Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
+        plain_console(stderr=True).print(text, soft_wrap=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
+from octavo.cli.console import plain_console
 from octavo.config import load_config, refuse_empty, sections_of
 from octavo.distributed.mesh import end_job
 from octavo.env import torchrun_place
@@ -58,7 +58,7 @@ def command(
     if given:
         config, notes = apply_flags(config, given)
         if is_first:
-            Console(stderr=True).print("Megatron's flags: " + ", ".join(notes), highlight=False, soft_wrap=True)
+            plain_console(stderr=True).print("Megatron's flags: " + ", ".join(notes), soft_wrap=True)
     refuse_empty(file, [*chosen, *given], "configs/train_tiny.toml")
     if plan or observe:
         from octavo.train.memory_report import print_plan
@@ -66,7 +66,7 @@ def command(
         print_plan(config, observe=observe)
     else:
         for note in _left_unread(config.data) if is_first else ():
-            Console(stderr=True).print(note, markup=False, highlight=False, soft_wrap=True)
+            plain_console(stderr=True).print(note, soft_wrap=True)
         result = train(config, resume=resume)
         end_job()
         if is_first:
@@ -77,7 +77,7 @@ def command(
 
 def print_result(result: TrainResult, resume: bool = True) -> None:
     """What a run came to, and where it is; resume is the command's option."""
-    console = Console(highlight=False)
+    console = plain_console()
     if result.stopped_by:
         again = "the same command" if resume else "the same command without --no-resume"
         console.print(f"stopped by {result.stopped_by} after step {result.step}; {again} goes on from there")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo import cli
+from octavo.cli.train import print_result
 from octavo.run.metrics import Row
 from octavo.train import TrainConfig, TrainResult, loop, train
 
@@ -124,3 +125,9 @@ def test_text_beyond_the_limit_is_said_to_be_left_out(config, corpus, monkeypatc
         said = capsys.readouterr().err
         assert ("is not read; raise it, or --set data.max_bytes=0 to read all" in said) == is_said
         assert (f"{corpus.parent} has {num_bytes:,} bytes, and text beyond data.max_bytes = 9,000" in said) == is_said
+
+
+def test_a_path_that_looks_like_markup_is_printed_as_it_is(tmp_path, capsys):
+    checkpoint = tmp_path / "[bold]a:b:" / "checkpoints" / "step-1"
+    print_result(TrainResult(1, (), None, None, checkpoint, None, None, None, "SIGTERM"))
+    assert str(checkpoint) in capsys.readouterr().out

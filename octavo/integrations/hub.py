@@ -44,9 +44,11 @@ def model_card(
     fields |= {"base_model_relation": "quantized"} if base_model and is_fp8 else {}
     fields |= {"license": license} if license else {}
     metadata = [f"{key}: {json.dumps(value)}" for key, value in fields.items()]  # JSON is YAML
-    sections = {
-        "Recipe": _recipe(layout.dialect, known, report),
-        "Fidelity": _fidelity(report),
+    try:
+        told = {"Recipe": _recipe(layout.dialect, known, report), "Fidelity": _fidelity(report)}
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder}: octavo/quantization.json is not a report of octavo's ({error!r})") from error
+    sections = told | {
         "Evaluation": _NOT_MEASURED if scores is None else "\n".join(_scores(Path(scores))),
     }
     made_from = f", made from {base_model}" if base_model else ""
@@ -127,14 +129,11 @@ def _recipe(dialect: str, known: record.Record | None, report: dict[str, Any] | 
 def _fidelity(report: dict[str, Any] | None) -> str:
     if report is None:
         return _NOT_MEASURED
-    try:
-        found: dict[str, float] = report["weight_sqnr_db"]
-        worst = min(found, key=found.__getitem__)
-        median = statistics.median(found.values())
-        lines = [f"- SQNR of the weights against bf16: median {median:.1f} dB, least {found[worst]:.1f} dB (`{worst}`)"]
-        before, after, with_kv = (report[f"perplexity_{name}"] for name in ("before", "after", "fp8_kv"))
-    except (KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(f"octavo/quantization.json is not a report of octavo's ({error!r})") from error
+    found: dict[str, float] = report["weight_sqnr_db"]
+    worst = min(found, key=found.__getitem__)
+    median = statistics.median(found.values())
+    lines = [f"- SQNR of the weights against bf16: median {median:.1f} dB, least {found[worst]:.1f} dB (`{worst}`)"]
+    before, after, with_kv = (report[f"perplexity_{name}"] for name in ("before", "after", "fp8_kv"))
     if before is None or after is None:
         return "\n".join([*lines, "- perplexity: not measured"])
     tokens = f"{report['num_eval_tokens']:,} tokens"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
+from octavo.errors import CheckpointError
 from octavo.integrations.hub import CARD, model_card
 from octavo.models import (
     CalibrationText,
@@ -102,6 +103,25 @@ def test_the_card_says_recipe_fidelity_and_scores(quantized: tuple[Path, Quantiz
         "| task | metric | this checkpoint | small |\n| --- | --- | --- | --- |\n"
         "| piqa | acc | 0.7500 ± 0.0125 | 0.7625 ± 0.0125 |\n| gsm8k | exact_match,strict | 0.5000 | 0.5000 |\n"
     )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"kept": None},
+        {"quantized": 3},
+        {"num_bytes_before": "many"},
+        {"weight_sqnr_db": {}},
+        {"perplexity_before": "low"},
+        {"perplexity_before": 0},
+        {"num_eval_tokens": None},
+    ],
+)
+def test_a_damaged_report_is_said(wrong: dict[str, object], quantized: tuple[Path, QuantizationReport]) -> None:
+    path = quantized[0] / "octavo" / "quantization.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | wrong))
+    with pytest.raises(CheckpointError, match="json is not a report of octavo's"):
+        model_card(quantized[0])
 
 
 def test_what_was_not_measured_is_said(bf16: Path) -> None:

@@ -124,5 +124,5 @@ class ChatFormat:
         return {
             "token": text,
             "logprob": json_number(entry.logprob),
-            "bytes": self._texts.utf8(token_id),
+            "bytes": self._texts.utf8(token_id, text),
         }

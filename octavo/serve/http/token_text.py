@@ -40,11 +40,16 @@ class TokenTexts:
             return f"token_id:{token_id}"
         return self.tokenizer.text_of(token_id)
 
-    def utf8(self, token_id: int) -> list[int] | None:
-        """A token's bytes, of which several tokens' may make a character; None for a token without text."""
+    def utf8(self, token_id: int, shown: str = "") -> list[int] | None:
+        """A token's bytes, of which several tokens' may make a character; None for a token without text.
+
+        Args:
+            shown: its part of a text, which may begin with a space that a decoder strips off the token by itself.
+        """
         if self.tokenizer is None or token_id >= self.tokenizer.vocab_size:
             return None
-        return list(self.tokenizer.token_bytes(token_id))
+        own = self.tokenizer.token_bytes(token_id)
+        return list(b" " + own if shown.encode() == b" " + own else own)
 
     def join(self, token_ids: list[int]) -> str:
         """The text of many tokens, special ones included; ids without text are passed over."""

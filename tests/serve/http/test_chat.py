@@ -12,6 +12,7 @@ from octavo.models.chat import render
 from octavo.models.tokenizer import Tokenizer
 from octavo.serve.http import schema
 from octavo.serve.http.texts import Texts
+from tests.fallback_tokenizer import fallback_tokenizer
 from tests.serve.http.running import NAME, VOCAB, Running, byte_tokenizer, make_engine, running, script
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "tell me"}]
@@ -152,6 +153,18 @@ def test_tokens_of_characters_that_are_split_join_to_the_content(server: Running
     assert choice["message"]["content"] == "".join(entry["token"] for entry in entries) == "\U0001f600 a\u00e9!"
     assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == "\U0001f600 a\u00e9!"
     assert "\ufffd" not in str(entries)
+
+
+def test_bytes_of_tokens_have_the_space_that_a_decoder_strips() -> None:
+    tokenizer = fallback_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    ids = [*tokenizer.encode(" a \U0001f600 a"), 0]
+    with running(lambda: make_engine(tokenizer)) as server, script(server, ids):
+        fields = {"messages": MESSAGES, "max_tokens": len(ids) - 1, "logprobs": True}
+        choice = server.post("/v1/chat/completions", **fields).json()["choices"][0]
+    entries = choice["logprobs"]["content"]
+    text = bytes(byte for entry in entries for byte in entry["bytes"]).decode()
+    assert text == choice["message"]["content"] == " a \U0001f600 a"
 
 
 HARMLESS = {"store": True, "metadata": {"run": "1"}, "name": "me", "prompt_cache_key": "k", "safety_identifier": "s"}

@@ -7,12 +7,13 @@ from urllib.parse import quote
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from pydantic_core import from_json
 
-from octavo.serve.http.body import check_json, read_bytes
+from octavo.serve.http.body import check_json, parse_body, read_bytes
 from octavo.serve.http.errors import ApiError
+from octavo.serve.http.weights import CommitRequest, PathRequest
 from octavo.serve.router.admin import Admin
 from octavo.serve.router.updates import FleetUpdates
-from octavo.weights.update import RunningPolicy, check_policy
 
 
 def add_admin_routes(app: FastAPI, admin: Admin) -> None:
@@ -39,16 +40,16 @@ def add_admin_routes(app: FastAPI, admin: Admin) -> None:
 
     @app.post("/admin/update_weights")
     async def update_weights(request: Request) -> Response:
-        fields = await _fields(admin, request)
-        running = _running(fields)
+        body = parse_body(PathRequest, await _read(admin, request))
+        fields = body.model_dump(exclude_unset=True)
         begun = await updates.begin("/admin/update_weights", fields | {"commit": False})
-        if begun.status_code != 200 or fields.get("commit") is False:
+        if begun.status_code != 200 or not body.commit:
             return begun
-        return await updates.commit(json.loads(bytes(begun.body))["id"], running)
+        return await updates.commit(json.loads(bytes(begun.body))["id"], body.running)
 
     @app.post("/admin/weight_update")
     async def begin(request: Request) -> Response:
-        return await updates.begin("/admin/weight_update", await _fields(admin, request))
+        return await updates.begin("/admin/weight_update", _fields(await _read(admin, request)))
 
     @app.get("/admin/weight_update/{update_id}")
     async def progress(request: Request, update_id: str) -> Response:
@@ -77,12 +78,11 @@ def add_admin_routes(app: FastAPI, admin: Admin) -> None:
 
     @app.post("/admin/weight_update/{update_id}/commit")
     async def commit(request: Request, update_id: str) -> Response:
-        fields = await _fields(admin, request)
-        if other := sorted({*fields} - {"running"}):
-            raise ApiError(
-                400, f"{other[0]} is not for a router's commit; send running alone", other[0], "unknown_field"
-            )
-        return await updates.commit(update_id, _running(fields))
+        body = parse_body(CommitRequest, await _read(admin, request))
+        if body.keep_old:
+            text = "keep_old is not for a router's commit; send running alone"
+            raise ApiError(400, text, "keep_old", "unknown_field")
+        return await updates.commit(update_id, body.running)
 
     @app.api_route("/admin/{path:path}", methods=["GET", "POST", "DELETE"])
     async def refuse(request: Request, path: str) -> None:
@@ -95,22 +95,21 @@ def add_admin_routes(app: FastAPI, admin: Admin) -> None:
         )
 
 
-async def _fields(admin: Admin, request: Request) -> dict[str, Any]:
-    """The fields of a request with the admin key; replicas check them."""
+async def _read(admin: Admin, request: Request) -> bytes:
+    """The JSON of a request with the admin key; {} where it has no body."""
     admin.check(request)
     body = await read_bytes(request, admin.config)
     if body:
         check_json(request)
+    return body or b"{}"
+
+
+def _fields(raw: bytes) -> dict[str, Any]:
+    """The fields of a manifest, which may be long: replicas check them."""
     try:
-        fields = json.loads(body or b"{}")
+        fields = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
-        raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from None
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(fields, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     return fields
-
-
-def _running(fields: dict[str, Any]) -> RunningPolicy:
-    running: RunningPolicy = fields.get("running", "wait")
-    check_policy(running)
-    return running

@@ -82,8 +82,9 @@ class Proxy:
             replica = self._fleet.choose(request.body)
             try:
                 with replica.working(weight_of(request.body)):
-                    async with exchange(replica.port, request) as sent:
+                    async with exchange(replica.port) as sent:
                         replica.num_routed += 1
+                        await sent.begin(request)
                         await _pass_on(replica, sent, send)
                 return
             except UnreachableError:  # it has just ended; nothing was sent, so another one can have the request

@@ -51,7 +51,7 @@ class Reply(NamedTuple):
 
 
 class Exchange:
-    """A request that was sent, and its answer as it comes.
+    """A request, and its answer as it comes.
 
     Attributes:
         status: the answer's.
@@ -102,12 +102,12 @@ class Exchange:
 
 
 @contextlib.asynccontextmanager
-async def exchange(port: int, request: Request) -> AsyncIterator[Exchange]:
-    """Send a request; leaving the block resets the connection, which ends at once what the replica does for it.
+async def exchange(port: int) -> AsyncIterator[Exchange]:
+    """Connect, to begin a request; leaving the block resets the connection, which ends what the replica does for it.
 
     Raises:
         UnreachableError: no process listens there.
-        LostReplicaError: at the start, or within the block.
+        LostReplicaError: within the block.
         OSError: this process has no socket left.
     """
     try:
@@ -117,9 +117,7 @@ async def exchange(port: int, request: Request) -> AsyncIterator[Exchange]:
     try:
         # a close without it tells a replica nothing until it sends something
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
-        sent = Exchange(reader, writer)
-        await sent.begin(request)
-        yield sent
+        yield Exchange(reader, writer)
     finally:
         writer.transport.abort()
 
@@ -133,7 +131,8 @@ async def fetch(port: int, request: Request, timeout_s: float) -> tuple[int, byt
         OSError: as exchange.
     """
     try:
-        async with asyncio.timeout(timeout_s), exchange(port, request) as sent:
+        async with asyncio.timeout(timeout_s), exchange(port) as sent:
+            await sent.begin(request)
             return sent.status, b"".join([part async for part in sent.parts()])
     except TimeoutError as error:
         raise LostReplicaError(f"it did not answer within {timeout_s:g} s") from error

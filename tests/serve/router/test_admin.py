@@ -246,6 +246,7 @@ def test_what_all_replicas_refuse_is_said_as_by_one_and_ends_nothing() -> None:
             assert (await send("weight_update", b'{"tensors": {}}'))[1]["error"]["code"] == "update_open"
             assert (await send(f"{update}/commit", b'{"keep_old": true}'))[0] == 400
             assert (await send(f"{update}/commit", b'{"running": "soon"}'))[0] == 400
+            assert (await send("weight_update", b"[" * 100_000))[0] == 400
             await send(f"{update}/bytes", b"w.")
             assert (await send(f"{update}/commit"))[0] == 200
             gone = await send.upload(b"ab")
@@ -255,5 +256,28 @@ def test_what_all_replicas_refuse_is_said_as_by_one_and_ends_nothing() -> None:
                 server.faults["weight_update"] = 400
             assert (await send("weight_update", b'{"tensors": 3}')) == (400, {})
             assert all(server.weights == b"new." for server in found)
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("field", [b'"commit": "false"', b'"commit": 0', b'"running": 1', b'"partial": "a"', b'"x": 1'])
+def test_a_field_that_one_server_refuses_commits_nothing(field: bytes) -> None:
+    async def test() -> None:
+        async with servers() as (fleet, found):
+            status, body = await Sender(fleet)("update_weights", b'{"path": "new.", %s}' % field)
+            assert (status, body["error"]["param"]) == (400, field.split(b'"')[1].decode())
+            assert all(server.weights == b"old." and server.update is None for server in found)
+
+    asyncio.run(test())
+
+
+def test_a_field_that_is_null_is_left_out() -> None:
+    async def test() -> None:
+        async with servers() as (fleet, found):
+            send = Sender(fleet)
+            assert (await send("update_weights", b'{"path": "new1", "running": null, "commit": null}'))[0] == 200
+            update = await send.upload(b"new2")
+            assert (await send(f"{update}/commit", b'{"running": null, "keep_old": false}'))[0] == 200
+            assert all((server.weights, server.version) == (b"new2", 2) for server in found)
 
     asyncio.run(test())

@@ -16,6 +16,7 @@ from octavo.serve.http.schema import ChatRequest, Message
 from octavo.serve.http.service import Service, ServiceOf, require_api_key
 from octavo.serve.http.token_text import GrowingTexts, TokenTexts, json_number
 from octavo.serve.outputs import Logprob
+from octavo.serve.sampling_params import MAX_LOGPROBS
 
 router = APIRouter(dependencies=[Depends(require_api_key)])
 
@@ -59,12 +60,15 @@ def _max_tokens(body: ChatRequest) -> int | None:
         text = f"max_completion_tokens={new} and max_tokens={old} disagree; give one of them"
         raise ApiError(400, text, "max_completion_tokens", "invalid_value")
     name, value = ("max_tokens", old) if new is None else ("max_completion_tokens", new)
-    if value == 0:  # which scores a prompt, and a chat echoes none
-        raise ApiError(400, f"{name} must be at least 1 in a chat, got 0", name, "invalid_value")
+    if value is not None and value < 1:  # 0 scores a prompt, and a chat echoes none
+        raise ApiError(400, f"{name} must be at least 1 in a chat, got {value}", name, "invalid_value")
     return value
 
 
 def _num_logprobs(body: ChatRequest) -> int | None:
+    if not 0 <= (body.top_logprobs or 0) <= MAX_LOGPROBS:
+        text = f"top_logprobs must be from 0 to {MAX_LOGPROBS}, got {body.top_logprobs}"
+        raise ApiError(400, text, "top_logprobs", "invalid_value")
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs", "invalid_value")
     return body.top_logprobs or 0 if body.logprobs else None

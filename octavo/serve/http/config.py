@@ -56,7 +56,7 @@ class ServerConfig:
         access_log: log a line for every request that ended (see AccessLog).
 
     Raises:
-        ConfigError: no name, an empty key, or a limit below its least value.
+        ConfigError: no name, a key that is empty or that no header can hold, or a limit below its least value.
     """
 
     model_names: tuple[str, ...]
@@ -85,8 +85,9 @@ class ServerConfig:
         if not self.model_names or not all(self.model_names):
             raise ConfigError(f"a server needs names for its model, none of them empty, got {self.model_names!r}")
         for name, keys in (("api_keys", self.api_keys), ("admin_key", (self.admin_key,))):
-            if any(key is not None and not key.strip() for key in keys):
-                raise ConfigError(f"{name} must not be empty; leave it out for no key")
+            if any(key is not None and key != (key.strip() or None) for key in keys):
+                text = "must not be empty, nor begin or end with whitespace, which a header would lose"
+                raise ConfigError(f"{name} {text}; leave it out for no key")
         if self.weights_dir is not None and not (self.weights_dir.is_dir() and self.admin_key):
             raise ConfigError(
                 f"weights_dir must be a folder, and goes with an admin key, got {str(self.weights_dir)!r} "

@@ -159,9 +159,9 @@ def check_key(request: Request, keys: tuple[str, ...]) -> None:
     if not keys:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    # a header is bytes, which starlette hands out as latin-1
+    # a header is bytes, which starlette hands out as latin-1: other whitespace may be a byte of a key in UTF-8
     # every key is compared, each in a time that does not tell how much of it was right
-    matches = [secrets.compare_digest(given.strip().encode("latin-1"), key.encode()) for key in keys]
+    matches = [secrets.compare_digest(given.strip(" \t").encode("latin-1"), key.encode()) for key in keys]
     if scheme.lower() != "bearer" or not any(matches):
         raise ApiError(
             401,

@@ -57,11 +57,13 @@ BAD_CHATS = [
     ({"messages": []}, "messages"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens"),
     ({"prompt": "a"}, "prompt"),
     ({"echo": True}, "echo"),
     ({"logprobs": 1}, "logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
     ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
@@ -206,6 +208,13 @@ def no_keys(key: str, other: str) -> list[str]:
     return [*wrong, key.replace(key[2], "5"), other]
 
 
+def test_a_key_ends_with_any_letter() -> None:
+    """The last byte of an "\u00e0" in UTF-8 is a space in latin-1."""
+    with running(api_keys=("voil\u00e0",)) as server:
+        headers = {"Authorization": "Bearer \t voil\u00e0".encode()}
+        assert server.client.get("/v1/models", headers=headers).status_code == 200
+
+
 def test_no_part_of_a_key_opens_a_route() -> None:
     """Each route but the open ones wants a whole key: /admin the admin key, the others one of the API keys."""
     with running(api_keys=("first", "zweit\u00e9"), admin_key="admin") as server:
@@ -237,6 +246,7 @@ def test_no_part_of_a_key_opens_a_route() -> None:
         ({"model_names": ()}, "names"),
         ({"api_keys": ("",)}, "api_keys"),
         ({"admin_key": " "}, "admin_key"),
+        ({"api_keys": ("key", "from-a-file\n")}, "api_keys must not be empty, nor begin or end with whitespace"),
         ({"max_n": 0}, "max_n must be at least 1"),
         ({"step_timeout_s": float("nan")}, "step_timeout_s"),
     ],

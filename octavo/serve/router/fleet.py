@@ -39,15 +39,21 @@ class Fleet:
         """It takes requests."""
         return not self.is_draining and any(replica.is_ready for replica in self.replicas)
 
-    def choose(self, body: bytes) -> Replica:
+    def has_others_than(self, full: Replica) -> bool:
+        """Whether another replica takes requests."""
+        return any(replica.is_ready for replica in self.replicas if replica is not full)
+
+    def choose(self, body: bytes, full: Replica | None = None) -> Replica:
         """The replica for a request.
 
+        Args:
+            full: one that has no room for it.
         Raises:
             UnavailableError: none takes any.
         """
         if self.is_draining:
             raise UnavailableError("the server is draining and takes no requests; try again later")
-        loads = {replica.index: replica.load for replica in self.replicas if replica.is_ready}
+        loads = {replica.index: replica.load for replica in self.replicas if replica.is_ready and replica is not full}
         if not loads:
             states = ", ".join(f"{replica.index} is {replica.status}" for replica in self.replicas)
             raise UnavailableError(f"no replica takes requests ({states}); try again later")

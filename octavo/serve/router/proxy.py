@@ -31,6 +31,8 @@ _OF_A_REQUEST = frozenset((b"content-length", b"x-forwarded-for", b"x-forwarded-
 _WITH_BODY = frozenset(("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"))
 # the code of a request that was not refused: it was lost with its replica
 REPLICA_LOST = "replica_lost"
+# what a replica answers, unbegun, that has as many sequences as it takes
+_NO_ROOM = 429
 _EVENT_END = b"\n\n"
 
 logger = logging.getLogger(__name__)
@@ -78,13 +80,17 @@ class Proxy:
                 raise
 
     async def _answer(self, request: Request, send: Send) -> None:
+        full: Replica | None = None
         while True:  # until no replica is left: one that cannot be reached is not chosen again
-            replica = self._fleet.choose(request.body)
+            replica = self._fleet.choose(request.body, full)
             try:
                 with replica.working(weight_of(request.body)):
                     async with exchange(replica.port) as sent:
                         replica.num_routed += 1
                         await sent.begin(request)
+                        if sent.status == _NO_ROOM and full is None and self._fleet.has_others_than(replica):
+                            full = replica  # one other alone: asking all would cost most when all are busy
+                            continue
                         await _pass_on(replica, sent, send)
                 return
             except UnreachableError:  # it has just ended; nothing was sent, so another one can have the request

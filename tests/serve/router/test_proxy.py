@@ -195,6 +195,19 @@ def test_a_request_that_reached_no_replica_goes_to_another_replica() -> None:
     run(test())
 
 
+@pytest.mark.parametrize(("statuses", "asked"), [((429, 200), [1, 1]), ((429, 429, 200), [1, 1, 0]), ((429,), [1])])
+def test_where_one_replica_has_no_room_one_other_is_asked(statuses: tuple[int, ...], asked: list[int]) -> None:
+    async def test() -> None:
+        async with fleet_of(*(whole(status, {"from": status}) for status in statuses)) as fleet:
+            status, _, body = await Client(fleet).answer()
+            last = statuses[sum(asked) - 1]
+            assert (status, json.loads(body)) == (last, {"from": last})
+            assert [replica.num_routed for replica in fleet.replicas] == asked
+            assert fleet.num_in_flight == 0
+
+    run(test())
+
+
 def test_a_replica_that_ended_meanwhile_is_not_called_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         async with fleet_of(None) as fleet:

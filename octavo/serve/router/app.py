@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from octavo.errors import OctavoError
@@ -66,6 +67,6 @@ def build_router_app(fleet: Fleet, config: ServerConfig) -> FastAPI:
     app.mount("/", Proxy(fleet, config))
     if config.access_log:
         app.add_middleware(AccessLog)
-    for kind in (ApiError, OctavoError, ClientDisconnect, Exception):
+    for kind in (ApiError, OctavoError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, answer_error)
     return app

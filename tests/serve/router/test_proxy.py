@@ -82,6 +82,16 @@ def test_redirects_and_wrong_methods_are_those_of_a_single_server() -> None:
             assert (status, headers["allow"], json.loads(body)["error"]["param"]) == (405, "GET", None)
 
 
+def test_a_target_that_is_no_path_is_an_error_in_the_shape_of_all_others() -> None:
+    async def test() -> None:
+        async with fleet_of(whole(200, {})) as fleet:
+            for target in ("*", "http://host/health"):
+                status, _, body = await Client(fleet).answer("GET", target)
+                assert status == 404 and json.loads(body)["error"]["type"] == "not_found_error"
+
+    run(test())
+
+
 def test_events_are_passed_on_as_they_come() -> None:
     gate = asyncio.Event()
 

@@ -1,5 +1,6 @@
 """shard: torch's FSDP2 over a model, layer by layer, with gradients added as octavo's loops or one's own need it."""
 
+import collections
 import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
@@ -77,7 +78,8 @@ def shard(
 ) -> ShardReport:
     """Shard a model over the ranks of a mesh, in place: each layer of its ModuleLists is a unit, the rest is one.
 
-    Call it after octavo.convert or set_numerics, and before the optimizer is made.
+    Call it after octavo.convert or set_numerics, and before the optimizer is made. A layer that shares a parameter with
+    another module belongs to the rest; of members without a forward, lists in lists say, the layers within are units.
 
     Args:
         model: a Decoder or any module, with the same values on all ranks.
@@ -181,21 +183,23 @@ def _keep_sync(requires_gradient_sync: bool, *, recurse: bool = True) -> None:
 
 
 def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """What is gathered together: each member of the outermost ModuleLists, then the model with what is left."""
-    yield from _layers(model, "")
+    """What is gathered together: each layer that shares no parameter with another one, then the model with the rest."""
+    users = collections.Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+    layers = {layer: name for name, layer in _layers(model, "")}  # one that is listed twice is one
+    for layer, name in layers.items():
+        own = collections.Counter(id(p) for m in layer.modules() for p in m._parameters.values() if p is not None)
+        if own and all(users[key] == num for key, num in own.items()):
+            yield name, layer
     yield "", model
 
 
 def _layers(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Members of the outermost ModuleLists; of a member that is never called itself, those within."""
     for name, child in module.named_children():
-        if isinstance(child, nn.ModuleList):
-            yield from ((f"{prefix}{name}.{i}", layer) for i, layer in enumerate(child) if _has_parameters(layer))
+        if isinstance(module, nn.ModuleList) and type(child).forward is not nn.Module.forward:
+            yield f"{prefix}{name}", child
         else:
             yield from _layers(child, f"{prefix}{name}.")
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
 
 
 def _check_fp32(params: dict[str, Any]) -> None:

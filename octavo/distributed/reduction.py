@@ -25,13 +25,16 @@ class OrderedReduceScatter:
     added where it lies, and FSDP2 puts it there again. Pieces travel in the dtype of the backward.
 
     Args:
-        params: the group's FSDPParams: those that train, all of which need a gradient in each backward.
+        params: the group's FSDPParams: those that train at the time, all of which need a gradient in each backward.
         replicas: the process group of dp_replicate (HSDP), whose ranks' pieces are added too; None for none.
     """
 
     def __init__(self, params: Sequence[Any], replicas: Any = None) -> None:
-        self._params = [param for param in params if param.sharded_param.requires_grad]
-        self._replicas = replicas
+        self._of_group, self._replicas = tuple(params), replicas
+
+    @property
+    def _params(self) -> list[Any]:
+        return [param for param in self._of_group if param.sharded_param.requires_grad]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The buffer that FSDP2 asks for: of the input, then of the output, which is fp32."""

@@ -100,6 +100,7 @@ def job(rank: int, file: Path) -> dict[str, Any]:
     with pytest.raises(ConfigError, match="was sharded with reduction='ordered'"):
         use_fp8_reduce_scatter(model)
     found["unused"] = refusal_of_unused(mesh)
+    found["frozen"] = gradients_of_later_frozen(mesh)
     found["unequal"] = refusal_of_unequal(mesh)
     found["converted"] = refusal_of_late_conversion(mesh)
     if mesh.world_size == 4:
@@ -135,6 +136,19 @@ def refusal_of_unused(mesh: Mesh) -> str:
     with pytest.raises(ShapeError, match="needs a gradient of every parameter") as error:
         model(torch.ones(2, 8)).sum().backward()
     return str(error.value)
+
+
+def gradients_of_later_frozen(mesh: Mesh) -> list[list[bool]]:
+    """Which of two parameters get a gradient while one is frozen, which was not when it was sharded, and afterwards."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
+    shard(model, mesh, reduction="ordered")
+    found = []
+    for trains in (False, True):
+        model[0].requires_grad_(trains)
+        model(torch.ones(2, 8)).sum().backward()
+        found.append([p.grad is not None for p in model.parameters()])
+        model.zero_grad()
+    return found
 
 
 def refusal_of_unequal(mesh: Mesh) -> str:
@@ -211,6 +225,11 @@ def test_an_ordered_reduction_refuses_parameters_without_gradients(ranks: list[d
     for found in ranks:
         assert "the sum of the bits of 1.weight" in found["unequal"]
         assert "unused.weight" in found["unused"] and "reduction='sum'" in found["unused"]
+
+
+def test_parameters_may_be_frozen_and_freed_later(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["frozen"] == [[False, True], [True, True]]
 
 
 def test_convert_after_sharding_is_refused(ranks: list[dict[str, Any]]) -> None:

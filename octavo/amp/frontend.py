@@ -58,7 +58,7 @@ def initialize(
     Returns:
         (model, optimizer); `octavo.amp.handle(optimizer)` is the handle.
     Raises:
-        RecipeError: see Levels.
+        RecipeError: see Levels; O2, a fallback or a schedule for a model whose weights are gathered as FP8 codes.
         DtypeError: see Levels.
         ConfigError: the optimizer is initialized already, or a bad schedule.
     """

@@ -84,6 +84,8 @@ class Handle:
     ) -> None:
         self._levels, self._model = levels, model
         self._base = check_level(opt_level)
+        if fallback is not None or schedule is not None:
+            levels.check_o2()  # now, not in the step that first leaves O1
         self.scaler = scaler
         self._watch = Watch(fallback) if fallback is not None else None
         self._schedule = _as_function(schedule)
@@ -110,8 +112,9 @@ class Handle:
 
     def switch(self, level: str) -> None:
         """Put a level in force now, and for as long as neither the schedule nor a fallback says otherwise."""
-        self._base = check_level(level)
-        self._switch(self._base, "asked for")
+        asked = check_level(level)
+        self._switch(asked, "asked for")
+        self._base = asked
 
     # Around an optimizer's step
 
@@ -125,19 +128,26 @@ class Handle:
 
     @contextlib.contextmanager
     def scale_loss(self, loss: torch.Tensor, *, delay_unscale: bool = False) -> Iterator[torch.Tensor]:
-        """The loss to call backward() on; gradients are unscaled when the block ends.
+        """The loss to call backward() on; gradients are unscaled when the block ends, by an error too.
+
+        A micro-batch whose block ends by an error has no say in fallback's rules: a loop may catch it and go on.
 
         Args:
             loss: of this micro-batch.
             delay_unscale: leave them scaled until the next block or step: saves work for all but the last micro-batch.
         """
-        self._losses.append(loss.detach())
+        self._losses.append(seen := loss.detach())
         if self.scaler is not None and self._is_unscaled:
             self.scaler.rescale_(self._gradients())
             self._is_unscaled = False
-        yield loss if self.scaler is None else self.scaler.scale_loss(loss)
-        if not delay_unscale:
-            self.unscale_gradients()
+        try:
+            yield loss if self.scaler is None else self.scaler.scale_loss(loss)
+        except BaseException:
+            self._losses = [other for other in self._losses if other is not seen]
+            raise
+        finally:
+            if not delay_unscale:
+                self.unscale_gradients()
 
     def unscale_gradients(self) -> None:
         """Make the optimizer's gradients the loss's own; done once a step, before clipping at the latest."""
@@ -210,12 +220,12 @@ class Handle:
 
     def _gradients(self) -> list[torch.Tensor]:
         assert self._optimizer is not None, "only an attached handle looks at gradients"
-        return [param.grad for param in master_params(self._optimizer) if param.grad is not None]
+        return [_elements(param.grad) for param in master_params(self._optimizer) if param.grad is not None]
 
     def _norms(self) -> torch.Tensor:
         """[params] fp32 norms of what this rank has of each gradient, 0 where there is none."""
         assert self._optimizer is not None, "only an attached handle looks at gradients"
-        found = [local(param.grad) for param in master_params(self._optimizer) if param.grad is not None]
+        found = [local(grad) for grad in self._gradients()]
         norms = iter(torch._foreach_norm(found, 2, torch.float32) if found else ())
         device = found[0].device if found else torch.device("cpu")
         zero = torch.zeros((), device=device)
@@ -336,6 +346,11 @@ class Handle:
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
     """Every parameter of an optimizer, as Apex named them: for clipping."""
     return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def _elements(grad: torch.Tensor) -> torch.Tensor:
+    """What an embedding's sparse gradient holds, sharing memory; another gradient itself."""
+    return grad._values() if grad.is_sparse else grad
 
 
 def _as_function(schedule: Schedule | None) -> Callable[[int], str | None]:

@@ -86,8 +86,23 @@ class Levels:
         """The linears that switch, with their recipes under O1."""
         return self._recipes
 
+    def check_o2(self) -> None:
+        """Refuse O2 for linears that FSDP2 gathers as FP8 codes alone.
+
+        Raises:
+            RecipeError: naming the first one.
+        """
+        for linear in self._recipes:
+            if not linear.source.has_values:
+                raise RecipeError(
+                    f"{linear.full_name or 'a linear'} is gathered as FP8 codes, from which O2 cannot compute; shard "
+                    "the model without all_gather_dtype='fp8', or stay in O1 without fallback and schedule"
+                )
+
     def set(self, level: Level) -> None:
-        """Put a level in force from the next forward on."""
+        """Put a level in force from the next forward on; errors of O2 as check_o2."""
+        if level == "O2":
+            self.check_o2()
         for linear, recipe in self._recipes.items():
             linear.recipe = recipe if level == "O1" else _HIGH_PRECISION
         for (module, name), recipe in self._experts.items():

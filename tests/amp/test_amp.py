@@ -195,6 +195,15 @@ def test_a_loss_spike_falls_back_and_returns():
     assert str(handle.events[-1]) == "step 17: switched to O1: back after 4 steps in O2"
 
 
+def test_the_loss_of_a_micro_batch_that_raised_has_no_say():
+    model, optimizer, handle = make(fallback=amp.Fallback(steps=4, window=16, min_losses=8, num_std=5), lr=0.01)
+    train(model, optimizer, 12)
+    with pytest.raises(MemoryError), amp.scale_loss(torch.tensor(100.0), optimizer):
+        raise MemoryError
+    train(model, optimizer, 1)
+    assert handle.level == "O1" and not handle.events
+
+
 def test_bad_gradients_are_skipped_named_counted_and_fall_back():
     model, optimizer, handle = make(fallback=amp.Fallback(steps=3, nonfinite_window=10, max_nonfinite_share=0.1))
     train(model, optimizer, 3)

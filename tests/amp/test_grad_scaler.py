@@ -78,6 +78,35 @@ def test_micro_batches_add_up_whether_unscaled_late_or_not():
         assert_bitwise(early, plain)
 
 
+def test_a_micro_batch_that_raises_leaves_gradients_unscaled():
+    x = torch.randn(16, 32)
+    model, optimizer, _ = make(grad_scaler=amp.GradScaler(init_scale=2.0**10))
+    backward(model, optimizer, x)
+    expected = gradients(model)
+    with pytest.raises(MemoryError), amp.scale_loss(model(x).sum(), optimizer):
+        raise MemoryError
+    for got, want in zip(gradients(model), expected, strict=True):
+        assert_bitwise(got, want)
+
+
+def test_sparse_gradients_are_unscaled_and_looked_at():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(20, 32, sparse=True), torch.nn.Linear(32, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, grad_scaler=amp.GradScaler(init_scale=2.0**10))
+    ids = torch.tensor([3, 3, 5])
+    model(ids).square().mean().backward()
+    expected = model[0].weight.grad.to_dense()
+    optimizer.zero_grad()
+    backward(model, optimizer, ids)
+    assert_bitwise(model[0].weight.grad.to_dense(), expected)
+    optimizer.step()
+    before = model[0].weight.detach().clone()
+    backward(model, optimizer, ids, factor=math.inf)
+    optimizer.step()
+    assert amp.handle(optimizer).num_skipped == 1 and torch.equal(model[0].weight, before)
+
+
 def test_a_handle_unscales_what_was_left_scaled():
     x = torch.randn(8, 32)
     model, optimizer, handle = make(grad_scaler="dynamic")

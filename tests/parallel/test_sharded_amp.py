@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from octavo import amp, nn
 from octavo.distributed.mesh import Mesh, ParallelSection
 from octavo.distributed.shards import local
-from octavo.errors import NonFiniteError
+from octavo.errors import NonFiniteError, RecipeError
 from octavo.nn.finite_weights import check_finite_weights
 from octavo.nn.statistics import TensorStatistics
 from octavo.optim import AdamW
@@ -155,9 +155,28 @@ def bad_weights(mesh: Mesh) -> dict[str, str]:
     return {"said": "nothing"}
 
 
+def gathered_codes(mesh: Mesh) -> list[str]:
+    """What amp says of ways out of O1 where FP8 codes are gathered; how many steps it takes without one."""
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256))
+    nn.convert(model, "blockwise")
+    shard(model, mesh, all_gather_dtype="fp8")
+    said = []
+    ways: list[dict[str, Any]] = [{"opt_level": "O2"}, {"schedule": SCHEDULE}, {"fallback": amp.Fallback()}]
+    for way in ways:
+        with pytest.raises(RecipeError) as error:
+            amp.initialize(model, torch.optim.SGD(model.parameters()), recipe=None, **way)
+        said.append(str(error.value))
+    _, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters()), recipe=None)
+    with pytest.raises(RecipeError):
+        amp.handle(optimizer).switch("O2")
+    model(torch.ones(4, 256)).sum().backward()
+    optimizer.step()
+    return [*said, str(amp.handle(optimizer).num_steps)]
+
+
 def job(rank: int) -> dict[str, Any]:
     mesh = Mesh.from_config(ParallelSection(), "cpu")
-    parts = (levels_and_switches, statistics, checkpointed, bad_weights)
+    parts = (levels_and_switches, statistics, checkpointed, bad_weights, gathered_codes)
     found = {part.__name__: part(mesh) for part in parts}
     mesh.close()
     return found
@@ -177,6 +196,13 @@ def test_levels_and_switches_have_the_bits_of_one_process(ranks: list[dict[str, 
             assert levels == (SWITCHED if name.endswith("switched") else [name.split("-")[1]] * len(SWITCHED))
             assert reasons == ["gradients that are not finite, of layers.1.3.weight; loss scale 65536 -> 32768"]
             assert scale == 2.0**15
+
+
+def test_gathered_codes_stay_in_o1(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        *said, num_steps = found["gathered_codes"]
+        assert len(said) == 3 and all("is gathered as FP8 codes, from which O2 cannot compute" in text for text in said)
+        assert num_steps == "1"
 
 
 def test_statistics_of_a_sharded_model_are_those_of_one_process(ranks: list[dict[str, Any]]) -> None:

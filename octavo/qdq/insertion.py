@@ -10,6 +10,7 @@ from torch import nn
 from octavo.deprecation import former_keywords
 from octavo.errors import ConfigError
 from octavo.nn.conversion import disable_torch_fast_path
+from octavo.nn.overrides import checked_names
 from octavo.numerics.scaling import Scaling, block_amax, compute_quant_scale, reciprocal
 from octavo.qdq.operators import as_matrix, dequantize, quantize
 
@@ -92,12 +93,19 @@ def insert(
     Returns:
         name -> the linear that stands there now.
     Raises:
-        ConfigError: where no linear is left to convert, or calibrate reached only some of them, or only with zeros, inf
-            or NaN.
+        ConfigError: where no linear is left to convert, a weight is not finite, or calibrate reached only some of them,
+            or only with zeros, inf or NaN.
+        RecipeError: ignore is no list of names.
     """
-    found = {name: module for name, module in model.named_modules() if type(module) is nn.Linear and name not in ignore}
+    kept = {"", *checked_names(ignore, "ignore")}  # "": a model that is a linear has no place to put another in
+    found = {name: module for name, module in model.named_modules() if type(module) is nn.Linear and name not in kept}
     if not found:
         raise ConfigError("insert found no torch.nn.Linear below the model that is not ignored")
+    damaged = sorted(name for name, linear in found.items() if not linear.weight.isfinite().all())
+    if damaged:
+        raise ConfigError(
+            f"the weights of {', '.join(damaged)} must be finite, and hold inf or NaN; mend or ignore them"
+        )
     disable_torch_fast_path(model, nn.Linear)
     calibration = _Calibration(found)
     try:
@@ -123,7 +131,7 @@ def insert(
         placed[name] = QDQLinear(linear, calibration.amax[name], weight_amax)
     of_linear = {found[name]: pair for name, pair in placed.items()}
     for name, module in list(model.named_modules(remove_duplicate=False)):  # a linear in several places stays one
-        if module in of_linear and name not in ignore:
+        if module in of_linear and name not in kept:
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, of_linear[module])
     return placed

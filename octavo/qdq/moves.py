@@ -180,7 +180,8 @@ def hoist_quantizes(rewriter: Rewriter) -> bool:
         if is_call(q.source, *REARRANGING):
             changed |= _hoist_over(rewriter, q, [q.source], REARRANGING)
         elif is_call(q.source, *CUTTING):  # every reader of the whole: else more would be quantized than is used
-            changed |= _hoist_over(rewriter, q, list(argument(q.source, 0).users), CUTTING)
+            readers = sorted(argument(q.source, 0).users, key=list(rewriter.graph.nodes).index)
+            changed |= _hoist_over(rewriter, q, readers, CUTTING)
         elif _is_split_item(q.source):
             changed |= _hoist_over_split(rewriter, q)
     return changed

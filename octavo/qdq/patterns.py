@@ -11,6 +11,7 @@ from octavo.qdq.graph import Rewriter, argument, arguments, aten, is_call, val_o
 
 Bindings = dict[str, Any]
 CASTS = (aten.to.dtype, aten._to_copy.default)
+_WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TOLERANCE = 4e-3  # a formula's constants may have been stored in bf16
 
 
@@ -71,8 +72,8 @@ def power(a: Any, exponent: float) -> Either:
 
 
 def skip_casts(node: Any) -> Any:
-    """The node in front of casts to other floating-point dtypes."""
-    while is_call(node, *CASTS) and _is_float_cast(node):
+    """The node in front of casts between wide floating-point dtypes; one to FP8 is a quantization."""
+    while is_call(node, *CASTS) and _is_wide_cast(node):
         node = argument(node, 0)
     return node
 
@@ -128,8 +129,7 @@ def _number(rewriter: Rewriter, pattern: Num, node: Any, found: Bindings) -> Ite
     yield {**found, pattern.name: float(value)} if pattern.name else found
 
 
-def _is_float_cast(node: Node) -> bool:
-    dtype = argument(node, 1, "dtype")
+def _is_wide_cast(node: Node) -> bool:
     source = argument(node, 0)
-    is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-    return is_float and isinstance(source, Node) and val_of(source).dtype.is_floating_point
+    dtypes = (argument(node, 1, "dtype"), val_of(source).dtype) if isinstance(source, Node) else ()
+    return bool(dtypes) and all(dtype in _WIDE for dtype in dtypes)

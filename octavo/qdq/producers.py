@@ -103,11 +103,11 @@ def fuse_gelu(rewriter: Rewriter, q: Quantize) -> Refusal | None:
     hidden, bias, absorbed = argument(gelu, 0), None, [gelu, q.node]
     assert isinstance(hidden, Node), "gelu reads a node"
     if is_call(hidden, aten.add.Tensor) and len(hidden.users) == 1 and not hidden.kwargs:
-        vectors = [part for part in arguments(hidden)[:2] if _is_bias(rewriter, part, hidden)]
-        if vectors:
-            bias = vectors[0]
+        left, right = arguments(hidden)[:2]
+        orders = [(x, y) for x, y in ((left, right), (right, left)) if _is_bias_add(rewriter, x, y, hidden)]
+        if orders:
             absorbed.insert(0, hidden)
-            hidden = argument(hidden, 1) if argument(hidden, 0) is bias else argument(hidden, 0)
+            hidden, bias = orders[0]
     args = (hidden, bias, "gelu", _known(rewriter, q, gelu), q.kind, q.dtype)
     new = rewriter.call(gelu, activation_to_fp8, args, None)
     _replace_codes(rewriter, q, new, gelu)
@@ -169,9 +169,11 @@ def _half_of(node: Any) -> tuple[Node, int] | None:
     return (whole, argument(node, 1)) if is_even and dim % val_of(whole).dim() == val_of(whole).dim() - 1 else None
 
 
-def _is_bias(rewriter: Rewriter, node: Any, hidden: Node) -> bool:
-    value = rewriter.value(node)
-    return value is not None and value.shape == val_of(hidden).shape[-1:]
+def _is_bias_add(rewriter: Rewriter, x: Any, bias: Any, hidden: Node) -> bool:
+    """Whether hidden is x, of its own shape, and a constant vector."""
+    value = rewriter.value(bias)
+    is_vector = value is not None and value.shape == val_of(hidden).shape[-1:]
+    return is_vector and isinstance(x, Node) and val_of(x).shape == val_of(hidden).shape
 
 
 def _known(rewriter: Rewriter, q: Quantize, before: Node) -> Node | None:

@@ -3,6 +3,7 @@
 import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from octavo.errors import RecipeError
 from octavo.qdq.fused import fp8_linear
@@ -48,13 +49,14 @@ def fuse(
     order = {node.name: index for index, node in enumerate(rewriter.graph.nodes)}
     rewriter.report.fused.sort(key=lambda site: order[site.name])
     rewriter.report.left_over.sort(key=lambda left: order[left.name])
-    module.register_forward_pre_hook(_refuse_gradients)
+    module.register_forward_pre_hook(_refuse_gradients, with_kwargs=True)
     return module, rewriter.report
 
 
-def _refuse_gradients(_module: torch.nn.Module, inputs: tuple[object, ...]) -> None:
+def _refuse_gradients(_module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     """The ops of a fused graph have no backward: gradients would be lost without a word."""
-    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
+    inputs = tree_leaves((args, kwargs)) if torch.is_grad_enabled() else []
+    if any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
         raise RecipeError(
             "a fused graph is for inference, and an input wants a gradient; detach it, or use torch.no_grad"
         )

@@ -69,7 +69,21 @@ def test_a_calibration_that_reaches_too_little() -> None:
 
 
 def test_nothing_to_convert() -> None:
-    assert_raises(ConfigError, r"no torch\.nn\.Linear", insert, nn.Sequential(nn.ReLU()), lambda m: None)
+    for model in (nn.Sequential(nn.ReLU()), nn.Linear(8, 8)):
+        assert_raises(ConfigError, r"no torch\.nn\.Linear below", insert, model, lambda m: m(randn(2, 8)))
+
+
+def test_names_to_ignore_are_a_list() -> None:
+    """The letters of one string would be names."""
+    assert_raises(RecipeError, "takes a list or tuple", insert, Small(), lambda m: m(randn(2, 8)), ignore="a")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_refused(value: float) -> None:
+    model = Small()
+    model.b.weight.data[0, 0] = value
+    assert_raises(ConfigError, "weights of b must be finite", insert, model, lambda m: m(randn(2, 8)))
+    assert type(model.a) is nn.Linear
 
 
 def test_calibration_without_a_scale_is_refused() -> None:
@@ -86,5 +100,7 @@ def test_a_fused_graph_refuses_gradients() -> None:
     fused, _ = fuse(torch.export.export(model.eval(), (torch.randn(4, 16),)))
     wanting = torch.randn(4, 16, requires_grad=True)
     assert_raises(RecipeError, "for inference", fused, wanting)
+    by_name, _ = fuse(torch.export.export(model, (), {"input": torch.randn(4, 16)}))
+    assert_raises(RecipeError, "for inference", by_name, input=wanting)
     with torch.no_grad():
         assert fused(wanting).shape == (4, 16)

@@ -17,6 +17,7 @@ from octavo.qdq.moves import (
     share_quantizes,
     sink_dequantizes,
 )
+from octavo.qdq.spelling import drop_no_ops
 from tests.assertions import assert_raises
 from tests.qdq.graphs import (
     SCALE,
@@ -168,15 +169,25 @@ def cut(x: torch.Tensor) -> torch.Tensor:
         (lambda m, x: torch.cat([pair(part) for part in cut(x).split([3, 5], -1)], -1), True),
         (lambda m, x: torch.cat([pair(part, s) for part, s in zip(cut(x).chunk(2, -1), (SCALE, OTHER))], -1), False),  # noqa: B905
         (lambda m, x: pair((y := cut(x))[..., :3]).sum() + pair(y[..., 3:]).sum(), True),
+        (lambda m, x: pair((y := cut(x)).clone()[..., :3]).sum() + pair(y[..., 3:]).sum(), True),
         (lambda m, x: pair((y := cut(x))[..., :3]).sum() + y.sum(), False),
         (lambda m, x: pair((y := cut(x)).flatten(1)) + y.flatten(1), True),
         (lambda m, x: pair(x.transpose(0, 1)), False),
     ],
-    ids=["split", "split, two scales", "slices", "slice beside another reader", "reader above", "an input"],
+    ids=[
+        "split",
+        "split, two scales",
+        "slices",
+        "the later one first",
+        "slice beside another reader",
+        "reader above",
+        "an input",
+    ],
 )
 def test_quantizes_rise_over_cuts_that_all_quantize(body: Body, rises: bool) -> None:
     rewriter = rewriter_of(body, X)
     wanted = run(rewriter, X)
+    drop_no_ops(rewriter)
     assert hoist_quantizes(rewriter) is rises
     share_quantizes(rewriter)
     assert torch.equal(run(rewriter, X), wanted)

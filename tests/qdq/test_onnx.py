@@ -81,6 +81,12 @@ def test_pairs_mean_the_same() -> None:
     assert sqnr(wanted[0], module(X)[0]) >= 100.0
 
 
+def test_outputs_that_stand_twice_stay_two() -> None:
+    program = export(lambda m, x: ((y := x + 1), x, y), X)
+    found = from_onnx(to_onnx(program)).module()(X)
+    assert [torch.equal(a, b) for a, b in zip(found, (X + 1, X, X + 1), strict=True)] == [True] * 3
+
+
 def test_blocks_of_128() -> None:
     scale = (2.0 ** torch.arange(-8, 0)).reshape(4, 2)
     body: Body = lambda m, x: dequantize(quantize(x, m.scale, kind="block_1x128"), m.scale, kind="block_1x128")  # noqa: E731
@@ -191,6 +197,38 @@ REFUSED = {
 def test_what_is_not_read_is_named(name: str) -> None:
     call, values, options, error, text = REFUSED[name]
     assert_raises(error, text, from_onnx, make_model([call], values, **options))
+
+
+READ: dict[str, tuple[list[Any], dict[str, np.ndarray]]] = {
+    "indices from the end": ([node("Gather", ["x", "c"], axis=1)], {"c": np.array([-1, 0])}),
+    "an axis from the end": ([node("Gather", ["x", "c"], axis=-1)], {"c": np.array([3, 0])}),
+    "flat but for a dim of 1": ([node("Flatten", ["x"], axis=2)], {}),
+    "a constant first": ([node("Less", ["c", "x"])], {"c": np.float32(0.5)}),
+    "a constant of more dims": ([node("Add", ["c", "x"])], {"c": np.ones((1, 1, 1), np.float32)}),
+    "constants of 16 bits": (
+        [helper.make_node("Less", ["x", "c"], ["less"]), node("Where", ["less", "a", "b"])],
+        {"c": np.float32(0.5), "a": np.float16(1), "b": np.float16(2)},
+    ),
+    "whole numbers": (
+        [helper.make_node("Cast", ["x"], ["whole"], to=T.INT64), node("Div", ["whole", "c"])],
+        {"c": np.int64(2)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_is_read_means_the_same(name: str) -> None:
+    """Values, shape and dtype of ONNX's evaluator."""
+    nodes, values = READ[name]
+    model, x = make_model(nodes, {key: np.asarray(value) for key, value in values.items()}, shape=(4, 16)), 4 * X[0]
+    wanted, found = evaluate(model, x), from_onnx(model).module()(x)
+    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+    assert torch.equal(found, wanted)
+
+
+def test_an_operator_of_another_domain_is_not_read_as_onnxs() -> None:
+    nodes = [helper.make_node("Neg", ["x"], ["z"], domain="com.example"), helper.make_node("Neg", ["z"], ["y"])]
+    assert_raises(ConfigError, "does not read Neg", from_onnx, make_model(nodes, {}))
 
 
 def test_a_symbolic_dim_with_a_size() -> None:

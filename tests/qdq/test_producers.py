@@ -145,3 +145,20 @@ def test_swiglu_makes_codes(name: str) -> None:
     assert ops == ["scaled_mm", "swiglu activation_quantize", "scaled_mm"]
     assert [left.reason for left in report.left_over] == ["the graph's input inputs_0 writes no FP8"]
     assert sqnr(program.module()(X), module(X)) >= 60.0
+
+
+def test_a_cast_to_fp8_stays_in_a_spelled_out_formula() -> None:
+    def body(m, x: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        rounded = x.to(torch.float8_e4m3fn).to(torch.float32)
+        return rounded * torch.sigmoid(x)
+
+    module, report = fuse(export(body, X))
+    assert report.moved == []
+    assert torch.equal(module(X), body(None, X))
+
+
+def test_gelu_of_a_sum_that_a_bias_widens() -> None:
+    body: Body = lambda m, x: pair(F.gelu(x[..., :1] + m.beta, approximate="tanh"))  # noqa: E731
+    module, report = fuse(export(body, X, beta=BETA))
+    assert [site.op for site in report.fused] == ["gelu activation_quantize"]
+    assert torch.equal(module(X), pair(F.gelu(X[..., :1] + BETA, approximate="tanh")))

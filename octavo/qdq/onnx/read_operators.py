@@ -51,10 +51,8 @@ class OnnxNode:
 
 
 def _operand(value: Any, like: torch.Tensor) -> Any:
-    """A known value beside a tensor: a number where it is one, else a tensor."""
-    if not isinstance(value, np.ndarray):
-        return value
-    return value.item() if value.size == 1 and value.dtype.kind != "V" else to_torch(value).to(like.device)
+    """A known value beside a tensor as a tensor too: a number would lose its dtype and its dims."""
+    return to_torch(value).to(like.device) if isinstance(value, np.ndarray) else value
 
 
 def _elementwise(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -65,11 +63,21 @@ def _elementwise(function: Callable[..., torch.Tensor]) -> Callable[..., torch.T
     return run
 
 
+def _divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a / b if a.dtype.is_floating_point else torch.div(a, b, rounding_mode="trunc")
+
+
 def _reshape(node: OnnxNode, x: torch.Tensor, shape: Value) -> torch.Tensor:
     sizes = node.ints(shape, "shape")
     if not node.get("allowzero", 0):
         sizes = [x.shape[index] if size == 0 else size for index, size in enumerate(sizes)]
     return x.reshape(sizes)
+
+
+def _flatten(node: OnnxNode, x: torch.Tensor) -> torch.Tensor:
+    shape = x.shape
+    axis = node.get("axis", 1)
+    return x.reshape(math.prod(shape[:axis]), math.prod(shape[axis:]))
 
 
 def _unsqueeze(node: OnnxNode, x: torch.Tensor, axes: Value) -> torch.Tensor:
@@ -110,6 +118,8 @@ def _gather(node: OnnxNode, x: Any, indices: Any) -> torch.Tensor:
         return x.select(axis, int(indices))
     device = x.device if isinstance(x, torch.Tensor) else indices.device
     x, indices = (v if isinstance(v, torch.Tensor) else to_torch(v).to(device) for v in (x, indices))
+    axis %= x.dim()
+    indices = torch.where(indices < 0, indices + x.shape[axis], indices)
     picked = x.index_select(axis, indices.reshape(-1))
     return picked.reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
 
@@ -218,7 +228,7 @@ READERS: dict[str, Callable[..., Any]] = {
     "Add": _elementwise(operator.add),
     "Sub": _elementwise(operator.sub),
     "Mul": _elementwise(operator.mul),
-    "Div": _elementwise(operator.truediv),
+    "Div": _elementwise(_divide),
     "Pow": _elementwise(torch.pow),
     "Where": _elementwise(torch.where),
     "Equal": _elementwise(torch.eq),
@@ -238,7 +248,7 @@ READERS: dict[str, Callable[..., Any]] = {
     "Transpose": lambda node, x: x.permute(node.get("perm", list(range(x.dim()))[::-1])),
     "Unsqueeze": _unsqueeze,
     "Squeeze": lambda node, x, axes=None: x.squeeze() if axes is None else x.squeeze(tuple(node.ints(axes, "axes"))),
-    "Flatten": lambda node, x: x.reshape(math.prod(x.shape[: node.get("axis", 1) % max(x.dim(), 1)]), -1),
+    "Flatten": _flatten,
     "Expand": lambda node, x, shape: x.expand(torch.broadcast_shapes(x.shape, node.ints(shape, "shape"))),
     "Slice": _slice,
     "Split": _split,

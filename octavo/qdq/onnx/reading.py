@@ -108,8 +108,7 @@ def _as_tensor(value: Value) -> torch.Tensor:
 
 def _check_operators(graph: onnx.GraphProto) -> None:
     known = {*READERS, *_OF_CONSTANTS}
-    is_known = {node.op_type: node.op_type in known and node.domain in ("", "ai.onnx") for node in graph.node}
-    unknown = sorted(name for name, reads in is_known.items() if not reads)
+    unknown = sorted({n.op_type for n in graph.node if n.op_type not in known or n.domain not in ("", "ai.onnx")})
     if unknown:
         raise ConfigError(
             f"from_onnx does not read {', '.join(unknown)}; it reads {', '.join(sorted(READERS))}: express it by these"

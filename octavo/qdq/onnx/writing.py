@@ -86,7 +86,8 @@ class GraphWriter:
         for node in self.rewriter.nodes():
             if node.target in WRITERS and not self.is_constant(node):
                 WRITERS[node.target](self, node)
-        outputs = list(graph.output_node().all_input_nodes)
+        outputs: list[Node] = []
+        torch.fx.map_arg(graph.output_node().args, outputs.append)  # all_input_nodes has each node once
         names = [self._output(node, index) for index, node in enumerate(outputs)]
         return helper.make_graph(
             self.nodes,

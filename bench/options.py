@@ -1,12 +1,14 @@
 """What a benchmark run was asked for, checked once at the border."""
 
 import dataclasses
+import errno
 from pathlib import Path
 
 import torch
 
 from bench.serve_options import ServeOptions
 from octavo.errors import BackendError, ConfigError
+from octavo.models.checkpoint.storage import check_writable, storage_error
 from octavo.numerics.recipe import RECIPE_NAMES, get_recipe
 
 FP8_RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise")
@@ -36,6 +38,7 @@ class BenchOptions:
     Raises:
         ConfigError: an unknown recipe or device, or a CPU without quick.
         BackendError: no GPU.
+        StorageError: out or write_table cannot be written, which would else be seen behind the measuring.
     """
 
     device: str = "cuda"
@@ -58,6 +61,12 @@ class BenchOptions:
         for name in self.recipes:
             if name not in RECIPE_NAMES or not get_recipe(name).is_fp8:
                 raise ConfigError(f"--recipe must be one of {', '.join(FP8_RECIPES)}, got {name!r}")
+        if self.out is not None:
+            check_writable(self.out, "--out")
+        if self.write_table is not None:
+            if self.write_table.is_dir():
+                raise storage_error(f"--write-table = {self.write_table}", errno.EISDIR)
+            check_writable(self.write_table.parent, "--write-table")
         if self.serve.url is not None:  # the load is of this machine, the work of another
             return
         if self.device == "cpu" and not self.quick:

@@ -29,6 +29,7 @@ def update_page(records: Path, page: Path) -> list[Path]:
     if not page.is_file() or not records.is_dir():
         raise ConfigError(f"octavo bench plot needs a page and a folder of records, got {page} and {records}")
     text = page.read_text(encoding="utf-8")
+    filled = fill(text, records)  # before anything is written: it reads every record and knows every mark
     written = []
     for name in marked_sections(text):
         path = records / f"{name}.json"
@@ -37,7 +38,7 @@ def update_page(records: Path, page: Path) -> list[Path]:
             target.parent.mkdir(parents=True, exist_ok=True)
             PLOTS[name](Figures.load(path), target)
             written.append(target)
-    page.write_text(fill(text, records), encoding="utf-8")
+    page.write_text(filled, encoding="utf-8")
     return [*written, page]
 
 

@@ -59,6 +59,8 @@ class ServeOptions:
         for name, value in positive.items():
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be > 0, got {value}")
+        if self.checkpoint is not None and not (self.checkpoint / "config.json").is_file():
+            raise ConfigError(f"--checkpoint must be a checkpoint's folder, and {self.checkpoint} has no config.json")
         if self.api_key is not None and self.url is None:
             raise ConfigError("--api-key goes with --url: octavo's own server of the benchmark wants none")
         if (self.prompt_len or self.output_len) and self.workloads != ("online",):

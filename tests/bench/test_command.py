@@ -11,9 +11,10 @@ import octavo
 from bench import command
 from bench.options import BenchOptions
 from bench.program import Program
+from bench.serve_options import ServeOptions
 from octavo import cli
 from octavo.cli.checkout import find_root, load_command
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, StorageError
 from tests.assertions import assert_raises
 
 ROOT = Path(octavo.__file__).parent.parent
@@ -78,3 +79,13 @@ def test_it_runs_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if Path(folder).resolve() != ROOT])
     assert load_command("bench", "bench.command") is command.command and sys.path[0] == str(ROOT)
+
+
+@pytest.mark.parametrize("name", ["out", "write_table"])
+def test_what_cannot_be_written_is_refused_before_the_measuring(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" if name == "out" else tmp_path
+    said = f"--{name.replace('_', '-')} = {path} cannot be written"
+    assert_raises(StorageError, said, functools.partial(BenchOptions, device="cpu", quick=True, **{name: path}))
+    with pytest.raises(ConfigError, match=r"--checkpoint must be a checkpoint's folder, and .* has no config\.json"):
+        ServeOptions(checkpoint=tmp_path)

@@ -48,6 +48,16 @@ def test_every_figure_of_a_table_is_the_records(name: str) -> None:
     assert shown and set(shown) <= known
 
 
+@pytest.mark.parametrize(("name", "error"), [("lineal", ConfigError), ("rl", DataError)], ids=["mark", "record"])
+def test_nothing_is_written_where_a_mark_or_record_is_bad(name: str, error: type[Exception], tmp_path: Path) -> None:
+    copy_record("linear", tmp_path)
+    (tmp_path / f"{name}.json").write_text("{}")
+    page = tmp_path / "performance.md"
+    page.write_text(TEMPLATE.format(name="linear") + TEMPLATE.format(name=name))
+    assert_raises(error, None, update_page, tmp_path, page)
+    assert not (tmp_path / PLOT_FOLDER).exists()
+
+
 @pytest.mark.parametrize("name", ["linear", "rl"])
 def test_plots_are_written_and_do_not_change(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

@@ -195,8 +195,18 @@ def test_what_a_disk_refuses_is_one_line_and_a_bug_is_a_traceback(broken_command
     assert capfd.readouterr().err == "error: /run: Permission denied; choose another path, or change its permissions\n"
     assert fail_with(OSError(errno.ENOSPC, "No space left", "/run"), broken_command, monkeypatch) == 2
     assert capfd.readouterr().err == "error: /run: No space left; choose another path, or free some space\n"
+    for full in (errno.ENOSPC, errno.EFBIG):  # what a write to an open file gets names none
+        assert fail_with(OSError(full, "Full"), broken_command, monkeypatch) == 2
+        said = "error: a file or the standard output: Full; choose another path, or free some space\n"
+        assert capfd.readouterr().err == said
     for bug in (OSError(errno.EBADF, "Bad file descriptor", "/run"), OSError("of ours"), ValueError("of ours")):
         assert_raises(type(bug), r"of ours|Bad file", fail_with, bug, broken_command, monkeypatch)
+
+
+def test_options_of_a_card_that_is_not_written_are_refused(tmp_path, run_octavo):
+    for options in (["--eval", "scores.json"], ["--base-model", "me/small"], ["--license", "mit"]):
+        ended = run_octavo("upload", tmp_path, "me/small", "--no-card", *options)
+        assert ended.code == 2 and "--no-card writes none; leave them out" in ended.err
 
 
 def test_a_deprecation_of_octavos_is_one_line_and_other_warnings_are_as_python_has_them(

@@ -24,3 +24,13 @@ def test_keywords_become_options(text: str, said: str) -> None:
     keywords = COMMANDS["serve"].keywords
     assert keywords is not None
     assert name_options(text, load_command("serve"), keywords) == said.replace("M ", "--tensor-parallel-mode ")
+
+
+def test_a_key_of_a_config_becomes_an_option() -> None:
+    command = load_command("doctor")
+    for text, said in (
+        ("run.device must be 'cpu'", "--device must be 'cpu'"),
+        ("there is none here; leave run.device out", "there is none here; leave --device out"),
+        ("file.toml: run.devices is unknown", "file.toml: run.devices is unknown"),
+    ):
+        assert name_options(text, command, COMMANDS["doctor"].keywords or {}) == said

@@ -25,10 +25,11 @@ from octavo.cli.option_names import name_options
 from octavo.deprecation import rename_options
 from octavo.errors import OctavoError
 
-# What a disk answers where a file cannot be made or written, whichever command asked.
-_OF_FILES = {
-    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
-    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
+# What a disk answers where a file cannot be made or written, whichever command asked. A write that finds no space names
+# no file.
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_OF_FILES = _FULL | {
+    *(errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
 }
 _python_shows = warnings.showwarning
 
@@ -56,6 +57,7 @@ class Entry(NamedTuple):
 
 # keywords that options of `generate` and `serve` have other names for
 _OF_AN_LLM = {"mode": "tensor_parallel_mode", "recipe": "quantization"}
+_DEVICE = {"run.device": "device"}
 
 COMMANDS = {
     "demo": Entry(
@@ -96,7 +98,7 @@ COMMANDS = {
         "octavo.cli.quantize:command",
         "Quantize a checkpoint to FP8, and measure what it costs.",
         {"--samples": "--num-calibration-samples", "--seq-len": "--max-seq-length", "--exclude": "--ignore"},
-        keywords={},
+        keywords=_DEVICE,
     ),
     "eval": Entry(
         "octavo.cli.eval:command", "Run lm-evaluation-harness tasks, one precision beside another.", keywords={}
@@ -110,12 +112,20 @@ COMMANDS = {
         "Measure speed, memory and energy on this GPU beside peers.",
         {"--cases": "--filter", "--arm": "--variant"},
     ),
-    "doctor": Entry("octavo.cli.doctor:command", "Check this machine, and find the layer where FP8 departs from bf16."),
+    "doctor": Entry(
+        "octavo.cli.doctor:command",
+        "Check this machine, and find the layer where FP8 departs from bf16.",
+        keywords=_DEVICE,
+    ),
     "doctor mismatch": Entry(
-        "octavo.cli.doctor_mismatch:command", "Find out which part of trainer and sampler makes them differ."
+        "octavo.cli.doctor_mismatch:command",
+        "Find out which part of trainer and sampler makes them differ.",
+        keywords=_DEVICE,
     ),
     "analyze": Entry(
-        "octavo.cli.analyze:command", "Show where tensors fall in a format's range, before training in it."
+        "octavo.cli.analyze:command",
+        "Show where tensors fall in a format's range, before training in it.",
+        keywords={},
     ),
 }
 
@@ -190,10 +200,11 @@ def main() -> None:
         _say_error(error, *in_words_of_command)
         sys.exit(2)
     except OSError as error:
-        if error.errno not in _OF_FILES or error.filename is None:
+        if error.errno not in (_FULL if error.filename is None else _OF_FILES):
             raise
         remedy = "change its permissions" if error.errno in (errno.EACCES, errno.EPERM) else "free some space"
-        _say_error(f"{error.filename}: {error.strerror}; choose another path, or {remedy}")
+        where = "a file or the standard output" if error.filename is None else error.filename
+        _say_error(f"{where}: {error.strerror}; choose another path, or {remedy}")
         sys.exit(2)
 
 

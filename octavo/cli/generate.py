@@ -79,7 +79,7 @@ def command(
             # not rich, which expands tabs, drops carriage returns and takes ":x:" for an emoji
             typer.secho(text, bold=True, nl=chat)
             typer.echo(sample.text, color=True)
-    plain_console().print(_summary(stats), style="dim")
+    plain_console().print(_summary(stats), style="dim", soft_wrap=True)
     if note := _cut_short(outputs, max_tokens, max_model_len):
         plain_console(stderr=True).print(note, style="yellow", soft_wrap=True)
 

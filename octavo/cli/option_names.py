@@ -16,11 +16,11 @@ def name_options(text: str, command: click.Command, keywords: Mapping[str, str])
     --max-num-seqs`. A name of one word is a keyword where a value follows, or where the text begins with a rule of it.
 
     Args:
-        keywords: keyword -> the option's name in Python, where the two differ.
+        keywords: keyword, or key of a config, -> the option's name in Python, where the two differ.
     """
     options = {p.name: p for p in command.params if p.name and any(opt.startswith("--") for opt in p.opts)}
     options |= {name: options[ours] for name, ours in keywords.items()}
-    names, of_words = _any_of(options), _any_of(name for name in options if "_" in name)
+    names, of_words = _any_of(options), _any_of(name for name in options if "_" in name or "." in name)
     valued = rf"{_NEITHER_BEFORE}({names}) ?= ?('[^']*'|\"[^\"]*\"|\w+(?:[.:/-]\w+)*)"
     bare = rf"{_NEITHER_BEFORE}({of_words}){_NOR_BEHIND}|^({names})(?= must )"
     text = re.sub(valued, lambda found: _given(options[found[1]], found[2].strip("'\"")), text)
@@ -28,7 +28,7 @@ def name_options(text: str, command: click.Command, keywords: Mapping[str, str])
 
 
 def _any_of(names: Iterable[str]) -> str:
-    return "|".join(sorted(names, key=len, reverse=True))
+    return "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
 
 
 def _given(option: click.Parameter, value: str) -> str:

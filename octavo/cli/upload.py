@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from octavo.cli.checkpoint_folder import Checkpoint
+from octavo.errors import ConfigError
 from octavo.integrations.hub import model_card, upload, write_card
 
 
@@ -27,6 +28,10 @@ def command(
     Log in by `hf auth login` or HF_TOKEN. The card has what octavo quantize measured and what octavo eval --output
     wrote; what was not measured, it says so.
     """
+    if not card and (eval_file is not None or base_model or license):
+        raise ConfigError(
+            "--eval, --base-model and --license are of the card, and --no-card writes none; leave them out"
+        )
     text = model_card(model, base_model=base_model, license=license, scores=eval_file) if card else ""
     if dry_run:
         typer.echo(text)

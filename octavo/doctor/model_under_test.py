@@ -72,6 +72,8 @@ def open_model_under_test(
         raise ConfigError(f"--set sets keys of a TOML file of octavo train, and {source} is none; leave it out")
     if text is not None and (of_config or source in RECIPE_NAMES):
         raise ConfigError(f"--text goes with a checkpoint, and {source} is none; leave it out")
+    if "bf16" in (source, recipe):
+        raise ConfigError(f"bf16 is what FP8 is compared with; name one of {', '.join(RECIPE_NAMES[1:])}, got bf16")
     if source in RECIPE_NAMES and recipe not in (None, source):
         raise ConfigError(f"{source} is a recipe already, and --recipe {recipe} another; leave out one of the two")
     if source in RECIPE_NAMES:

@@ -102,7 +102,7 @@ def open_policies(
         prompts: texts; none takes the file's task, or random tokens.
         overrides: of a TOML file's keys, "section.key=value".
     Raises:
-        ConfigError: it is none of these, or overrides go with another one.
+        ConfigError: it is none of these, or an option goes with another one.
         DataError: texts for a model without a tokenizer.
         CheckpointError: see octavo.load_model.
         RecipeError: see octavo.load_model.
@@ -110,9 +110,13 @@ def open_policies(
     path = Path(source)
     if overrides and (source in RECIPE_NAMES or path.suffix != ".toml"):
         raise ConfigError(f"--set sets keys of a TOML file of octavo rl, and {source} is none; leave it out")
+    if source in RECIPE_NAMES and options.recipe not in (None, source):
+        raise ConfigError(
+            f"{source} is a recipe already, and --recipe {options.recipe} another; leave out one of the two"
+        )
     if source in RECIPE_NAMES:
         model = small_model(_RANDOM_CONTEXT, device, seed)
-        options = dataclasses.replace(options, recipe=options.recipe or source)
+        options = dataclasses.replace(options, recipe=source)
         found = Policies(
             f"a small random model under {source}", Side(model), Side(model), [], None,
             "its weights are random: logits are flat, and a trained policy of this shape has another mismatch",
@@ -187,6 +191,8 @@ def _with_options(
     if trainer_recipe is not None:
         model.set_numerics(dataclasses.replace(model.numerics, recipe=get_recipe(trainer_recipe)))
     numerics = options.numerics(own)
+    if options.router_recipe is not None and not model.config.num_experts:
+        raise ConfigError("router_recipe is of a model with experts, and this one has none; leave it out")
     sampler = found.sampler.model
     if options.weights is not None:
         sampler = load_model(options.weights, device=model.device, dtype=model.dtype, trainable=True)

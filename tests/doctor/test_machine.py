@@ -191,8 +191,11 @@ def test_bad_input(quick, doctor):
     ):
         code, out = doctor(*asked.split())
         assert code == 2 and said in " ".join(out.split()), asked
-    code, out = doctor("bf16")
-    assert code == 2 and "would run in FP8" in " ".join(out.split())
+    for asked in ("bf16", "rowwise --recipe bf16"):
+        code, out = doctor(*asked.split())
+        assert code == 2 and "bf16 is what FP8 is compared with; name one of delayed, " in " ".join(out.split())
+    code, out = doctor("--device", "tpu")
+    assert code == 2 and "--device must be 'cpu', 'cuda' or 'cuda:N', got 'tpu'" in " ".join(out.split())
     with pytest.raises(ConfigError, match=r"no-such-run\.toml"):
         open_model_under_test("no-such-run.toml", CPU)
 

@@ -397,6 +397,19 @@ def checkpoint(policy: Decoder, tmp_path: Path) -> str:
     return str(tmp_path / "model")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--router-recipe rowwise", "--router-recipe is of a model with experts, and this one has none"),
+        ("--recipe blockwise", "rowwise is a recipe already, and --recipe blockwise another"),
+        ("--kv-cache-dtype fp4", "--kv-cache-dtype must be one of"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(arguments: str, said: str, run: Run) -> None:
+    code, out = run("rowwise", *arguments.split())
+    assert code == 2 and said in " ".join(out.split()), out
+
+
 def test_the_command_prints_a_table_and_json(checkpoint: str, run: Run) -> None:
     code, text = run(checkpoint)
     assert code == int("limit passed" in text)

@@ -98,6 +98,11 @@ def test_a_checkpoint_without_tokenizer(tmp_path: Path, generate: RunOctavo) -> 
     assert ended.code == 2 and "tokenizer.json" in ended.err
 
 
+def test_the_summary_is_one_line_where_80_columns_are_too_few(checkpoint: Path, generate: RunOctavo) -> None:
+    *_, last = generate(checkpoint, "-p", "abc", "--max-tokens", "2").out.splitlines()
+    assert last.startswith("2 tokens in ") and last.endswith(" KV pages")
+
+
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}h{% endif %}"
 
 

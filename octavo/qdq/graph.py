@@ -56,6 +56,7 @@ class Rewriter:
         self.module, self.graph, self.report = module, module.graph, Report()
         self._values: dict[Node, torch.Tensor | None] = {}
         self.written = {_base_of(argument(node, 0)) for node in self.graph.nodes if _writes(node)}
+        self.overwritten = _overwritten(self.graph.nodes)
 
     def nodes(self, *targets: Any) -> list[Node]:
         """Calls of these targets in the graph's order; all calls without arguments."""
@@ -215,6 +216,23 @@ def _base_of(node: Any) -> Any:
     while isinstance(node, Node) and node.op == "call_function" and node.args:
         node = node.args[0]
     return node
+
+
+def _overwritten(nodes: Iterable[Node]) -> set[Node]:
+    """Nodes in whose memory the graph writes, through views too: read at another place, they may have other values."""
+    base: dict[Node, Node] = {}
+    for node in nodes:
+        source = node.args[0] if node.args else None
+        base[node] = base[source] if isinstance(source, Node) and _is_view(node) else node
+    written = {base[argument(node, 0)] for node in base if _writes(node)}
+    return {node for node in base if base[node] in written}
+
+
+def _is_view(node: Node) -> bool:
+    """Whether a node's result is, or is a part of, its first argument."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.target is operator.getitem
+    return any(result.alias_info is not None for result in node.target._schema.returns)
 
 
 def _writes(node: Node) -> bool:

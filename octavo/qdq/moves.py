@@ -152,6 +152,8 @@ def sink_dequantizes(rewriter: Rewriter) -> bool:
         dq = rewriter.dequantize(argument(node, 0))
         if dq is None or dq.kind != "per_tensor" or rewriter.may_change(dq.scale_node):
             continue
+        if dq.node in rewriter.overwritten:
+            continue
         moved = rewriter.call_like(node, dq.codes)
         if node.target in SPLITTING:
             for item in list(node.users):
@@ -175,7 +177,7 @@ def hoist_quantizes(rewriter: Rewriter) -> bool:
     changed = False
     for q in rewriter.quantizes():
         is_gone = q.node not in q.source.users  # replaced in an earlier turn of this loop
-        if is_gone or not q.is_per_tensor or not can_absorb(source_of(q.source)):
+        if is_gone or not q.is_per_tensor or not can_absorb(source_of(q.source)) or q.source in rewriter.overwritten:
             continue  # a Q that will run alone reads what it is given: above, it might read a strided tensor
         if is_call(q.source, *REARRANGING):
             changed |= _hoist_over(rewriter, q, [q.source], REARRANGING)

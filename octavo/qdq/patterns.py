@@ -84,6 +84,8 @@ def match(rewriter: Rewriter, pattern: Any, node: Any) -> Bindings | None:
 
 
 def _matches(rewriter: Rewriter, pattern: Any, node: Any, found: Bindings) -> Iterator[Bindings]:
+    if isinstance(node, Node) and node in rewriter.overwritten:
+        return
     if isinstance(pattern, Either):
         for option in pattern.options:
             yield from _matches(rewriter, option, node, found)

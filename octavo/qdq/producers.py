@@ -52,7 +52,8 @@ def fuse_norm(rewriter: Rewriter, q: Quantize) -> Refusal | None:
     if refusal is not None:
         return refusal
     is_constant = all(part is None or rewriter.value(part) is not None for part in (weight, bias))
-    first = residual_add(x) if is_constant else None  # a computed weight may not be there yet where the sum is made
+    # a computed weight may not be there yet where the sum is made, and the sum may not be what the norm reads
+    first = residual_add(x) if is_constant and x not in rewriter.overwritten else None
     # rms_norm's own default is that of the type in which it computes
     eps = (torch.finfo(torch.float32).eps if kind == "rms_norm" else 1e-5) if eps is None else float(eps)
     before = norm if first is None else first
@@ -145,6 +146,8 @@ def gate_and_up(rewriter: Rewriter, gate: Any, up: Any) -> Node | Refusal:
         return Refusal("gate and up cannot be one product", "let both read the same Q, with weights of one kind")
     halves = [_half_of(part) for part in (gate, up)]
     if halves[0] is not None and halves[1] is not None and halves[0][0] is halves[1][0]:
+        if halves[0][0] in rewriter.overwritten:
+            return Refusal("the graph writes to gate or up", "write to a copy")
         if (halves[0][1], halves[1][1]) == (0, 1):
             return halves[0][0]
         return Refusal("the up half stands before the gate's", "store the gate's rows first")
@@ -173,7 +176,8 @@ def _is_bias_add(rewriter: Rewriter, x: Any, bias: Any, hidden: Node) -> bool:
     """Whether hidden is x, of its own shape, and a constant vector."""
     value = rewriter.value(bias)
     is_vector = value is not None and value.shape == val_of(hidden).shape[-1:]
-    return is_vector and isinstance(x, Node) and val_of(x).shape == val_of(hidden).shape
+    is_whole = isinstance(x, Node) and val_of(x).shape == val_of(hidden).shape
+    return is_vector and is_whole and x not in rewriter.overwritten
 
 
 def _known(rewriter: Rewriter, q: Quantize, before: Node) -> Node | None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from octavo.errors import RecipeError
 from octavo.qdq import dequantize, fuse, quantize
@@ -206,3 +207,25 @@ def test_all_moves_together_reach_an_end() -> None:
 def test_a_bad_scale_is_refused(scale: float) -> None:
     rewriter = rewriter_of(lambda m, x: pair(x, m.scale), X, scale=torch.tensor(scale))
     assert_raises(RecipeError, "positive and finite", check_scales, rewriter)
+
+
+def added(x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+    """x, behind a write through a view of it or of what it is a view of."""
+    to.add_(1.0)
+    return x
+
+
+WRITTEN: dict[str, Body] = {
+    "a DQ": lambda m, x: added(y := pair(x), y[:1]) * 2,
+    "a norm": lambda m, x: pair(added((y := F.rms_norm(x, (8,))).reshape(2, 48), y[:1])),
+    "a residual": lambda m, x: pair(F.rms_norm(added(y := x + x, y[:1]), (8,), m.g)) + y,
+    "the input of GeLU's bias": lambda m, x: pair(F.gelu(added((y := x * 1) + m.g, y[:1]), approximate="tanh")),
+    "SwiGLU's input": lambda m, x: pair(added(F.silu((y := x * 1)[..., :4]), y[:1]) * y[..., 4:]),
+    "a spelled-out SiLU": lambda m, x: added(torch.sigmoid(y := x * 1), y[:1]) * y,
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_written_through_a_view_is_read_where_it_was(name: str) -> None:
+    program = export(WRITTEN[name], X, g=torch.ones(8))
+    assert torch.equal(fuse(program)[0](X), program.module()(X))

@@ -136,8 +136,11 @@ def cancel_pairs(rewriter: Rewriter) -> bool:
 def cancels(q: Quantize, dq: Dequantize) -> bool:
     """Whether encoding what was decoded gives the same codes.
 
-    fp16 could overflow between the two; a scale beyond 2**100 either way could leave fp32.
+    fp16 could overflow between the two; a scale beyond 2**100 either way could leave fp32. E5M2 has infinities, which a
+    Q makes finite: its codes must come from a Q.
     """
+    if q.dtype == torch.float8_e5m2 and not is_call(source_of(dq.codes), QUANTIZE):
+        return False
     if q.kind != dq.kind or q.dtype != val_of(dq.codes).dtype or not same_scale(q.scale, dq.scale):
         return False
     assert q.scale is not None, "equal scales are known"

@@ -229,3 +229,9 @@ WRITTEN: dict[str, Body] = {
 def test_what_is_written_through_a_view_is_read_where_it_was(name: str) -> None:
     program = export(WRITTEN[name], X, g=torch.ones(8))
     assert torch.equal(fuse(program)[0](X), program.module()(X))
+
+
+def test_infinite_codes_that_a_graph_is_given_are_saturated() -> None:
+    codes = torch.tensor([[float("inf"), 1.0]]).to(torch.float8_e5m2)
+    program = export(lambda m, c: quantize(dequantize(c, SCALE), SCALE, dtype=c.dtype).float(), codes)
+    assert fuse(program)[0](codes).tolist() == program.module()(codes).tolist() == [[57344.0, 1.0]]

@@ -104,7 +104,7 @@ def insert(
     damaged = sorted(name for name, linear in found.items() if not linear.weight.isfinite().all())
     if damaged:
         raise ConfigError(
-            f"the weights of {', '.join(damaged)} must be finite, and hold inf or NaN; mend or ignore them"
+            f"the weights of {', '.join(damaged)} must be finite, and hold inf or NaN; repair or ignore them"
         )
     disable_torch_fast_path(model, nn.Linear)
     calibration = _Calibration(found)

@@ -43,13 +43,13 @@ def plot_exponents(reports: Sequence[TensorReport], path: str | Path) -> None:
     kind = path.suffix.removeprefix(".").lower()
     if kind not in figure.canvas.get_supported_filetypes():
         raise ConfigError(f"cannot draw to {str(path)!r}: the name must end in .png, .svg or .pdf")
-    axes = figure.add_subplot()
+    axes, names = figure.add_subplot(), [report.name or "-" for report in reports]
     low, high = _limits(reports)
     for row, report in enumerate(reports):
         _draw_row(axes, row, report, low, high)
     axes.set_xlim(low, high)
     axes.set_ylim(len(reports) - 0.5, -0.5)  # first report on top
-    axes.set_yticks(range(len(reports)), [report.name or "-" for report in reports], fontsize=8)
+    axes.set_yticks(range(len(reports)), names, fontsize=8, parse_math=False)
     axes.set_xlabel("exponent of |x * quant_scale|, in powers of two")
     axes.set_title("share of elements by exponent, against the format's range", fontsize=10)
     figure.legend(handles=_legend(), loc="outside lower center", ncols=4, fontsize=8)

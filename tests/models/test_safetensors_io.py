@@ -147,6 +147,15 @@ def test_atomic_directory_replaces_only_what_it_may(tmp_path: Path) -> None:
     assert os.listdir(target) == ["file"]
 
 
+def test_atomic_directory_leaves_what_another_process_wrote_meanwhile(tmp_path: Path) -> None:
+    target = tmp_path / "run"
+    with pytest.raises(CheckpointError, match="not replaced"), atomic_directory(target, lambda _: False) as directory:
+        (directory / "mine").write_text("")
+        target.mkdir()
+        (target / "theirs").write_text("")
+    assert [path.name for path in tmp_path.rglob("*")] == ["run", "theirs"]
+
+
 def test_atomic_directory_keeps_the_old_one_when_the_swap_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

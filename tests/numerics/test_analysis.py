@@ -268,7 +268,8 @@ def test_table_is_aligned() -> None:
 def test_plot_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for suffix, head in (("svg", b"<?xml"), ("pdf", b"%PDF")):  # png: by the command, below
-        plot_exponents(reports(), path := tmp_path / "new" / f"exponents.{suffix}")
+        odd = dataclasses.replace(reports()[0], name="$a_{$.weight")  # is no formula
+        plot_exponents([*reports(), odd], path := tmp_path / "new" / f"exponents.{suffix}")
         assert path.read_bytes().startswith(head) and path.stat().st_size > 5_000
 
 

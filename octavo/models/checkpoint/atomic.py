@@ -26,7 +26,7 @@ def atomic_directory(path: str | Path, may_replace: Callable[[Path], bool]) -> I
     Yields:
         The directory to write into.
     Raises:
-        CheckpointError: path is taken.
+        CheckpointError: path is taken, at entry or by another process meanwhile.
         StorageError: the disk refuses it; path is as it was.
     """
     target = Path(path).absolute()
@@ -81,11 +81,13 @@ def _check_shared(staging: Path) -> None:
         )
 
 
-def _written_whole(target: Path, may_replace: Callable[[Path], bool]) -> Iterator[Path]:
+def _check_free(target: Path, may_replace: Callable[[Path], bool]) -> None:
     if target.exists() and not (target.is_dir() and (not any(target.iterdir()) or may_replace(target))):
-        raise CheckpointError(
-            f"{target} exists and octavo did not write it, so it is not replaced; choose another path"
-        )
+        raise CheckpointError(f"{target} exists already and is not replaced; choose another path or remove it")
+
+
+def _written_whole(target: Path, may_replace: Callable[[Path], bool]) -> Iterator[Path]:
+    _check_free(target, may_replace)
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = _sibling(target, "tmp")
     staging.mkdir()
@@ -93,6 +95,7 @@ def _written_whole(target: Path, may_replace: Callable[[Path], bool]) -> Iterato
         yield staging
         for file in (*staging.rglob("*"), staging):
             sync_to_disk(file)
+        _check_free(target, may_replace)  # another process may have been faster
         _replace_directory(staging, target)
         sync_to_disk(target.parent)
     except BaseException:

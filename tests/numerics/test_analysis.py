@@ -345,7 +345,7 @@ def test_cli_refuses(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capfd: p
     assert "unknown scaling 'rowise'" in (text := error(str(checkpoint), "--scaling", "rowise"))
     assert "did you mean 'rowwise'?" in text
     assert "is no .safetensors file" in error(str(checkpoint / "missing"))
-    assert "scale_format must be one of" in error(str(checkpoint), "--scale-format", "fp16")
+    assert "--scale-format must be one of" in error(str(checkpoint), "--scale-format", "fp16")
     whole = (checkpoint / "model-00001-of-00002.safetensors").read_bytes()
     (checkpoint / "model-00001-of-00002.safetensors").write_bytes(whole[: len(whole) // 2])
     assert "is not a whole safetensors file" in error(str(checkpoint))

@@ -89,6 +89,9 @@ def test_unknown_command_names_the_nearest() -> None:
     [
         (["bench", "gemms"], "did you mean 'gemm'?"),
         (["train", "configs/train_tyni.toml"], "no such config file; did you mean configs/train_tiny.toml?"),
+        (["rl", "actor_rollout_ref.rollout.n=16"], "keys go with --config-format verl or nemo-rl"),
+        (["generate", "config", "-p", "a"], "config: no such checkpoint; did you mean 'configs'?"),
+        (["train", "configs/lora_tiny.toml", "--set", "model.path=runs/none"], "'runs/none': no such directory"),
         (["rl", "configs/rl_arithmetic.toml", "--set", "task.name=arithmetik"], "did you mean 'arithmetic'?"),
         (["rl", "configs/rl_arithmetic.toml", "--set", "algorithm.name=gpro"], "did you mean 'grpo'?"),
         (["rl", "configs/rl_arithmetic.toml", "--set", "trainer.recipe=rowise"], "did you mean 'rowwise'?"),
@@ -209,19 +212,21 @@ def test_options_of_a_card_that_is_not_written_are_refused(tmp_path, run_octavo)
         assert ended.code == 2 and "--no-card writes none; leave them out" in ended.err
 
 
-def test_a_deprecation_of_octavos_is_one_line_and_other_warnings_are_as_python_has_them(
+def test_a_warning_of_octavos_is_one_line_and_others_are_as_python_has_them(
     broken_command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def warn(path: str) -> None:
         for _ in range(2):
             warnings.warn("x leaves octavo with the next release; use y", DeprecationWarning, stacklevel=1)
         warnings.warn("a neighbour's", UserWarning, stacklevel=1)
+        warnings.warn_explicit("codes are dropped", UserWarning, cli.__file__, 1)
 
     vars(sys.modules["broken"])["command"] = warn
     monkeypatch.setattr(sys, "argv", ["octavo", broken_command, "x"])
     with pytest.warns(UserWarning, match="a neighbour's"), pytest.raises(SystemExit):
         cli.main()
-    assert capfd.readouterr().err == "warning: x leaves octavo with the next release; use y\n"
+    said = ["warning: x leaves octavo with the next release; use y", "warning: codes are dropped"]
+    assert capfd.readouterr().err.splitlines() == said
 
 
 def test_lazy_command_keeps_its_own_help(broken_command: str) -> None:

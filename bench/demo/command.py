@@ -20,7 +20,13 @@ def command(
             "least steps, RL's warm start), so that it takes longer on fewer or busy cores."
         ),
     ] = 280.0,
-    out: Annotated[Path, typer.Option(help="Directory for the report, checkpoints and metrics.")] = Path("runs/demo"),
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Directory for the report, checkpoints and metrics. Of an earlier demo in it the report alone stays, "
+            "as report-previous.html."
+        ),
+    ] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, data order and sampling.")] = 0,
     ranks: Annotated[
         int,

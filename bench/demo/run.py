@@ -22,7 +22,7 @@ from bench.demo.workers import Workers, one_thread
 from octavo.errors import ConfigError
 from octavo.models.checkpoint.storage import check_writable
 
-REPORT = "report.html"
+REPORT, FORMER_REPORT = "report.html", "report-previous.html"
 _MARKER = ".octavo-demo"
 
 # Stage -> its share of the time, in order.
@@ -95,7 +95,7 @@ def run_demo(seconds: float, out: Path, seed: int, *, console: Console | None = 
 
 
 def make_directory(out: Path) -> None:
-    """An empty directory but for the tokens of earlier demos; refuses one that holds anything else."""
+    """An empty directory but for an earlier demo's tokens and report; refuses one that holds anything else."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file; give a directory")
     if out.exists() and any(out.iterdir()) and not (out / _MARKER).exists():
@@ -103,7 +103,8 @@ def make_directory(out: Path) -> None:
     check_writable(out, "--out")
     for name in ("start", "pretrain", "rl", "export-fp8", "one", "ranks", "rl-one", "rl-ranks"):
         shutil.rmtree(out / name, ignore_errors=True)
-    (out / REPORT).unlink(missing_ok=True)
+    if (out / REPORT).exists():
+        (out / REPORT).replace(out / FORMER_REPORT)
     out.mkdir(parents=True, exist_ok=True)
     (out / _MARKER).touch()
 

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -32,6 +33,7 @@ _OF_FILES = _FULL | {
     *(errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
 }
 _python_shows = warnings.showwarning
+_PACKAGE = Path(__file__).parents[1]
 
 
 class Entry(NamedTuple):
@@ -190,11 +192,22 @@ for _name, _entry in COMMANDS.items():
 def main() -> None:
     """Entry point of the `octavo` script."""
     in_words_of_command: list[Callable[[str], str]] = []
+
+    def show_warning(message: Warning | str, category: type[Warning], filename: str, *place: Any, **named: Any) -> None:
+        """One line for a former name and what octavo itself warns of, and Python's own text for other warnings."""
+        if issubclass(category, DeprecationWarning) or Path(filename).is_relative_to(_PACKAGE):
+            said = str(message)
+            for translate in in_words_of_command:
+                said = translate(said)
+            _say(f"warning: {said}", "yellow")
+        else:
+            _python_shows(message, category, filename, *place, **named)
+
     try:
         with warnings.catch_warnings():
             # Python hides a DeprecationWarning of any other file than the one that is run
             warnings.filterwarnings("default", r".*\boctavo\b", DeprecationWarning)
-            warnings.showwarning = _show_warning
+            warnings.showwarning = show_warning
             app(prog_name="octavo", obj=in_words_of_command)
     except OctavoError as error:
         _say_error(error, *in_words_of_command)
@@ -206,14 +219,6 @@ def main() -> None:
         where = "a file or the standard output" if error.filename is None else error.filename
         _say_error(f"{where}: {error.strerror}; choose another path, or {remedy}")
         sys.exit(2)
-
-
-def _show_warning(message: Warning | str, category: type[Warning], *place: Any, **named: Any) -> None:
-    """One line for a former name, and Python's own text for other warnings."""
-    if issubclass(category, DeprecationWarning):
-        _say(f"warning: {message}", "yellow")
-    else:
-        _python_shows(message, category, *place, **named)
 
 
 def _say_error(error: OctavoError | str, translate: Callable[[str], str] = str) -> None:

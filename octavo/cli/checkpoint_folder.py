@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from octavo.cli.console import plain_console
+from octavo.errors import CheckpointError, did_you_mean
 from octavo.models.checkpoint.dialects import model_of_run
 
 
@@ -18,6 +19,18 @@ def newest_model(path: Path) -> Path:
     return model
 
 
+def existing_model(path: Path) -> Path:
+    """newest_model of a path that exists.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    if not path.exists():
+        beside = [str(other) for other in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise CheckpointError(f"{path}: no such checkpoint{did_you_mean(str(path), beside)}")
+    return newest_model(path)
+
+
 Checkpoint = Annotated[
-    Path, typer.Argument(help="Checkpoint directory, or a run's: its newest model.", callback=newest_model)
+    Path, typer.Argument(help="Checkpoint directory, or a run's: its newest model.", callback=existing_model)
 ]

@@ -9,6 +9,7 @@ from rich.table import Table
 from octavo.cli.console import plain_console
 from octavo.config import refuse_empty
 from octavo.env import torchrun_place
+from octavo.errors import ConfigError
 from octavo.integrations.config import resolve_config, to_toml
 from octavo.integrations.config.command_line import ConfigFormat
 from octavo.rl.config import RLConfig
@@ -49,6 +50,11 @@ def command(
     logprobs equal the sampler's bit for bit: every step checks its first minibatch, and all of it as often as
     trainer.check_exact_every says. Under torchrun each rank samples and learns its share, and the first one prints.
     """
+    if config_format == "octavo" and file is not None and "=" in file and not Path(file).exists():
+        raise ConfigError(
+            f"CONFIG must be a TOML file, got {file}; verl's and NeMo-RL's keys go with --config-format verl or "
+            "nemo-rl, octavo's with --set behind the file"
+        )
     config, notes = resolve_config(
         [text for text in (file, *(keys or ())) if text is not None],
         config_format,

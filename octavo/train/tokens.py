@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.errors import DataError
+from octavo.errors import CheckpointError, DataError
 from octavo.models.checkpoint.dialects import newest_model
 from octavo.models.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from octavo.train.cache import open_entry
@@ -61,9 +61,13 @@ def find_tokenizer(data: DataSection, tokenizer_path: str) -> Tokenizer | None:
     """The tokenizer that a [data] section or a base model names; None where one is to be trained.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: it cannot be read, or there is no such model.
         DataError: it has no end-of-sequence token.
     """
+    if tokenizer_path and not Path(tokenizer_path).exists():
+        raise CheckpointError(
+            f"model.path = {tokenizer_path!r}: no such directory; train that model first, or name another"
+        )
     path = data.tokenizer or (newest_model(Path(tokenizer_path)) if tokenizer_path else "")
     tokenizer = load_tokenizer(path) if path else None
     if tokenizer is not None and tokenizer.eos_id is None:

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from octavo.errors import CheckpointError
 from octavo.models.checkpoint.atomic import atomic_directory
 from octavo.models.checkpoint.safetensors_io import INDEX_FILE, SINGLE_FILE, SafetensorsReader, write_tensors
+from tests.assertions import assert_raises
 
 TENSORS = {
     "a.weight": torch.arange(12, dtype=torch.float32).view(3, 4),
@@ -149,10 +150,14 @@ def test_atomic_directory_replaces_only_what_it_may(tmp_path: Path) -> None:
 
 def test_atomic_directory_leaves_what_another_process_wrote_meanwhile(tmp_path: Path) -> None:
     target = tmp_path / "run"
-    with pytest.raises(CheckpointError, match="not replaced"), atomic_directory(target, lambda _: False) as directory:
-        (directory / "mine").write_text("")
-        target.mkdir()
-        (target / "theirs").write_text("")
+
+    def write_both() -> None:
+        with atomic_directory(target, lambda _: False) as directory:
+            (directory / "mine").write_text("")
+            target.mkdir()
+            (target / "theirs").write_text("")
+
+    assert_raises(CheckpointError, "not replaced", write_both)
     assert [path.name for path in tmp_path.rglob("*")] == ["run", "theirs"]
 
 

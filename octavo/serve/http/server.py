@@ -110,7 +110,7 @@ def announce(listener: socket.socket, host: str, config: ServerConfig) -> None:
     """Log where a server listens, and whether anybody can use it."""
     shown = f"[{host}]" if ":" in host else host
     place, names = f"http://{shown}:{listener.getsockname()[1]}", ", ".join(config.model_names)
-    logger.info("listening at %s for %s; requests get 503 until it is ready", place, names)
+    logger.info("listening at %s for %s; requests get 503 until the model is loaded", place, names)
     if host not in ("127.0.0.1", "::1", "localhost") and not config.api_keys:
         logger.warning("%s can be reached from other machines and no API key is set; see --api-key", host)
 

@@ -35,6 +35,15 @@ def test_too_little_time_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_the_report_of_an_earlier_demo_stays(tmp_path: Path) -> None:
+    demo_run.make_directory(tmp_path)
+    (tmp_path / "rl").mkdir()
+    (tmp_path / demo_run.REPORT).write_text("earlier")
+    demo_run.make_directory(tmp_path)
+    assert not (tmp_path / "rl").exists() and not (tmp_path / demo_run.REPORT).exists()
+    assert (tmp_path / demo_run.FORMER_REPORT).read_text() == "earlier"
+
+
 @pytest.mark.slow(first=True)
 def test_a_short_run_keeps_every_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[DemoResults] = []

@@ -91,6 +91,7 @@ def test_unknown_command_names_the_nearest() -> None:
         (["train", "configs/train_tyni.toml"], "no such config file; did you mean configs/train_tiny.toml?"),
         (["rl", "actor_rollout_ref.rollout.n=16"], "keys go with --config-format verl or nemo-rl"),
         (["generate", "config", "-p", "a"], "config: no such checkpoint; did you mean 'configs'?"),
+        (["generate", "tests/serve/http/xyz", "-p", "a"], "tests/serve/http/xyz: no such checkpoint\n"),
         (["train", "configs/lora_tiny.toml", "--set", "model.path=runs/none"], "'runs/none': no such directory"),
         (["rl", "configs/rl_arithmetic.toml", "--set", "task.name=arithmetik"], "did you mean 'arithmetic'?"),
         (["rl", "configs/rl_arithmetic.toml", "--set", "algorithm.name=gpro"], "did you mean 'grpo'?"),

@@ -26,8 +26,8 @@ def existing_model(path: Path) -> Path:
         CheckpointError: it does not.
     """
     if not path.exists():
-        beside = [str(other) for other in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise CheckpointError(f"{path}: no such checkpoint{did_you_mean(str(path), beside)}")
+        beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise CheckpointError(f"{path}: no such checkpoint{did_you_mean(path.name, beside)}")
     return newest_model(path)
 
 

@@ -74,8 +74,7 @@ def open_model_under_test(
         raise ConfigError(f"--text goes with a checkpoint, and {source} is none; leave it out")
     if "bf16" in (source, recipe):
         raise ConfigError(f"bf16 is what FP8 is compared with; name one of {', '.join(RECIPE_NAMES[1:])}, got bf16")
-    if source in RECIPE_NAMES and recipe not in (None, source):
-        raise ConfigError(f"{source} is a recipe already, and --recipe {recipe} another; leave out one of the two")
+    check_one_recipe(source, recipe)
     if source in RECIPE_NAMES:
         model = small_model(num_tokens, device, seed)
         return ModelUnderTest(f"a small random model under {source}", model, _tokens(model, num_tokens, seed), source)
@@ -92,6 +91,16 @@ def open_model_under_test(
     batch = _tokens(model, num_tokens, seed) if text is None else _read_text(path, text, num_tokens)
     notes = tuple(str(warning.message) for warning in warned)
     return ModelUnderTest(str(path), model, batch.to(device), recipe or "blockwise", notes)
+
+
+def check_one_recipe(source: str, recipe: str | None) -> None:
+    """Refuse a recipe beside a source that is one.
+
+    Raises:
+        ConfigError: the two differ.
+    """
+    if source in RECIPE_NAMES and recipe not in (None, source):
+        raise ConfigError(f"{source} is a recipe already, and --recipe {recipe} another; leave out one of the two")
 
 
 def small_model(num_tokens: int, device: torch.device, seed: int) -> Decoder:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from octavo.config import load_config
-from octavo.doctor.model_under_test import small_model
+from octavo.doctor.model_under_test import check_one_recipe, small_model
 from octavo.doctor.sides import Side
 from octavo.errors import ConfigError, DataError
 from octavo.models import Decoder, load_model
@@ -110,10 +110,7 @@ def open_policies(
     path = Path(source)
     if overrides and (source in RECIPE_NAMES or path.suffix != ".toml"):
         raise ConfigError(f"--set sets keys of a TOML file of octavo rl, and {source} is none; leave it out")
-    if source in RECIPE_NAMES and options.recipe not in (None, source):
-        raise ConfigError(
-            f"{source} is a recipe already, and --recipe {options.recipe} another; leave out one of the two"
-        )
+    check_one_recipe(source, options.recipe)
     if source in RECIPE_NAMES:
         model = small_model(_RANDOM_CONTEXT, device, seed)
         options = dataclasses.replace(options, recipe=source)
